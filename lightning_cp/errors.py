@@ -1,0 +1,37 @@
+"""The exceptions of the package.
+
+```
+ContextParallelError
+    ConfigError      (also a ValueError)    an option or a size that cannot work
+    BatchError       (also a ValueError)    a batch that cannot be cut along the sequence
+    RefusedError     (also a RuntimeError)  a call inside a step that would be wrong on shards
+    MismatchError    (also a RuntimeError)  ranks of one group disagree
+    PeerError        (also a RuntimeError)  another rank failed, or did not answer in time
+```
+
+Every message says the number, the rule and the way out.
+"""
+
+
+class ContextParallelError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class ConfigError(ContextParallelError, ValueError):
+    """An option or a size that cannot work."""
+
+
+class BatchError(ContextParallelError, ValueError):
+    """A batch that cannot be cut along the sequence."""
+
+
+class RefusedError(ContextParallelError, RuntimeError):
+    """A call inside a step whose result would be wrong on a shard of the sequence."""
+
+
+class MismatchError(ContextParallelError, RuntimeError):
+    """Ranks of one context-parallel group disagree about what they must share."""
+
+
+class PeerError(ContextParallelError, RuntimeError):
+    """Another rank failed or did not answer in time."""

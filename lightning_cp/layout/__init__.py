@@ -1,0 +1,17 @@
+"""Layouts: which global token positions each rank of a context-parallel group holds.
+
+`LAYOUTS` names the constructors; each takes `(length, world)` and returns a `Layout`.
+"""
+
+from collections.abc import Callable
+
+from lightning_cp.layout.base import Layout
+from lightning_cp.layout.contiguous import contiguous
+from lightning_cp.layout.zigzag import zigzag
+
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+}
+
+__all__ = ["LAYOUTS", "Layout", "contiguous", "zigzag"]

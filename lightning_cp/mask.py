@@ -1,0 +1,121 @@
+"""Who may attend to whom, in global positions: a union of full and causal rectangles."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_cp.errors import BatchError
+from lightning_cp.spans import Span, Spans
+
+
+class Rect(NamedTuple):
+    """Queries `q` may see keys `k`; where `causal`, only keys at or before the query."""
+
+    q: Span
+    k: Span
+    causal: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Visibility of keys to queries, the same for every head.
+
+    Query `i` of batch row `b` sees key `j` if all of these hold: `j <= i` where `is_causal`; both
+    lie in the same document where `documents` is given; `j` lies in `keys[b]` where `keys` is
+    given. Positions at or past `q_length` / `kv_length` are dummies: they see nothing and are
+    seen by nobody.
+
+    Args:
+        q_length: number of real queries of the whole sequence.
+        kv_length: number of real keys.
+        is_causal: hide keys after the query.
+        documents: cumulative document lengths `(0, ..., q_length)`; zero-length documents are
+            skipped. Needs `q_length == kv_length`.
+        keys: for every batch row the span of visible keys (left and right padding cut off).
+
+    Raises:
+        BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, or a span
+            of `keys` lies outside `0..kv_length`.
+    """
+
+    q_length: int
+    kv_length: int
+    is_causal: bool = True
+    documents: tuple[int, ...] | None = None
+    keys: tuple[Span, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.documents is not None:
+            self._check_documents(self.documents)
+        for row, (start, stop) in enumerate(self.keys or ()):
+            if not 0 <= start <= stop <= self.kv_length:
+                raise BatchError(
+                    f"visible keys {start}..{stop} of batch row {row} lie outside "
+                    f"0..{self.kv_length}"
+                )
+
+    def _check_documents(self, edges: tuple[int, ...]) -> None:
+        rising = all(low <= high for low, high in zip(edges[:-1], edges[1:], strict=True))
+        if self.q_length != self.kv_length or not edges or (
+            edges[0] != 0 or edges[-1] != self.q_length or not rising
+        ):
+            raise BatchError(
+                f"document edges {edges[:8]}{'...' if len(edges) > 8 else ''} must rise from 0 to "
+                f"the sequence length {self.q_length} (cumulative lengths, queries and keys of "
+                f"one sequence); got last edge {edges[-1] if edges else None} and "
+                f"{self.kv_length} keys"
+            )
+
+    @classmethod
+    def causal(cls, length: int) -> "Mask":
+        """Every query sees itself and what is before it."""
+        return cls(length, length)
+
+    @classmethod
+    def full(cls, q_length: int, kv_length: int | None = None) -> "Mask":
+        """Every query sees every key."""
+        return cls(q_length, q_length if kv_length is None else kv_length, is_causal=False)
+
+    @classmethod
+    def packed(cls, cu_seqlens: Sequence[int], *, is_causal: bool = True) -> "Mask":
+        """Documents packed into one row, given by their cumulative lengths."""
+        edges = tuple(int(edge) for edge in cu_seqlens)
+        length = edges[-1] if edges else 0
+        return cls(length, length, is_causal, documents=edges)
+
+    @property
+    def rows(self) -> tuple[int | None, ...]:
+        """Batch rows with a visibility of their own; `(None,)` where all rows are alike."""
+        if self.keys is None or len(set(self.keys)) <= 1:
+            return (None,)
+        return tuple(range(len(self.keys)))
+
+    def rects(self, row: int | None = None) -> tuple[Rect, ...]:
+        """The visible rectangles of one of `rows`, sorted, with disjoint query spans."""
+        if self.documents is None:
+            blocks: Spans = ((0, max(self.q_length, self.kv_length)),)
+        else:
+            blocks = tuple(zip(self.documents[:-1], self.documents[1:], strict=True))
+        first, last = (0, self.kv_length) if not self.keys else self.keys[row or 0]
+        found: list[Rect] = []
+        for start, stop in blocks:
+            q = (start, min(stop, self.q_length))
+            k = (max(start, first), min(stop, last))
+            if self.is_causal:
+                q = (max(q[0], k[0]), q[1])
+                k = (k[0], min(k[1], q[1]))
+            if q[0] < q[1] and k[0] < k[1]:
+                found.append(Rect(q, k, self.is_causal))
+        return tuple(found)
+
+    def visible(self, q: int, k: int, *, row: int = 0) -> bool:
+        """Whether query `q` of batch row `row` sees key `k`: the definition, element by element."""
+        if not (0 <= q < self.q_length and 0 <= k < self.kv_length):
+            return False
+        if self.is_causal and k > q:
+            return False
+        if self.keys and not self.keys[row][0] <= k < self.keys[row][1]:
+            return False
+        if self.documents is None:
+            return True
+        return not any(min(q, k) < edge <= max(q, k) for edge in self.documents)

@@ -1,0 +1,123 @@
+"""The plan value: rounds of transfers and tiles, with exact counts of work and bytes."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lightning_cp.spans import Span, Spans, total
+
+
+class Tile(NamedTuple):
+    """A block of scores: local query rows `q` against rows `k` of the round's key buffer.
+
+    A causal tile is aligned at its bottom right corner: query row `i` of `n` sees the first
+    `len(k) - n + i + 1` keys, and `len(k) >= n`. `row` is the batch row, or None for all rows.
+    """
+
+    q: Span
+    k: Span
+    causal: bool
+    row: int | None = None
+
+    @property
+    def pairs(self) -> int:
+        """Number of visible (query, key) pairs, for one batch row and one head."""
+        q, k = self.q[1] - self.q[0], self.k[1] - self.k[0]
+        return q * k - q * (q - 1) // 2 if self.causal else q * k
+
+
+class Transfer(NamedTuple):
+    """Rows that travel to or from `peer` (a rank of the group) in one message, packed in order."""
+
+    peer: int
+    rows: Spans
+
+    @property
+    def size(self) -> int:
+        """Number of rows."""
+        return total(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step of an exchange: a buffer of keys and values, and the tiles that read it.
+
+    Attributes:
+        size: rows of the buffer; round 0's buffer is the rank's own shard.
+        relay: `sends` read the buffer of the round before instead of the own shard.
+        sends: rows of the source that leave for the buffers of peers.
+        receives: rows of this buffer that arrive.
+        tiles: scores to compute on this buffer.
+        returns: backward, rows of this buffer whose gradient goes to the peer that owns them.
+        collects: backward, rows of the own shard whose gradient arrives from a peer.
+    """
+
+    size: int
+    relay: bool = False
+    sends: tuple[Transfer, ...] = ()
+    receives: tuple[Transfer, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+    returns: tuple[Transfer, ...] = ()
+    collects: tuple[Transfer, ...] = ()
+
+
+class Traffic(NamedTuple):
+    """Bytes of one attention call on one rank. Backward fetches keys and values again."""
+
+    forward_sent: int
+    forward_received: int
+    backward_sent: int
+    backward_received: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank does in one attention call: the same for every layer with this mask.
+
+    Attributes:
+        rank: rank within the context-parallel group of `world` ranks.
+        exchange: name of the schedule.
+        q_size: local queries.
+        kv_size: local keys.
+        rounds: round 0 works on the own shard; the others on received keys and values.
+    """
+
+    rank: int
+    world: int
+    exchange: str
+    q_size: int
+    kv_size: int
+    rounds: tuple[Round, ...]
+
+    def work(self, batch: int = 1) -> int:
+        """Score elements per head that this rank computes for `batch` rows."""
+        return sum(
+            tile.pairs * (batch if tile.row is None else 1)
+            for step in self.rounds
+            for tile in step.tiles
+        )
+
+    def traffic(
+        self,
+        *,
+        kv_heads: int,
+        head_dim: int,
+        itemsize: int,
+        value_dim: int | None = None,
+        batch: int = 1,
+    ) -> Traffic:
+        """Exact bytes that this rank sends and receives.
+
+        Args:
+            kv_heads: key and value heads; they are never expanded to the query heads.
+            head_dim: size of a key.
+            itemsize: bytes of one element of keys and values. Gradients travel in at least four.
+            value_dim: size of a value, `head_dim` where not given.
+            batch: rows of the batch.
+        """
+        row = batch * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim))
+        sent = row * itemsize * sum(t.size for step in self.rounds for t in step.sends)
+        received = row * itemsize * sum(t.size for step in self.rounds for t in step.receives)
+        grad = row * max(itemsize, 4)
+        returned = grad * sum(t.size for step in self.rounds for t in step.returns)
+        collected = grad * sum(t.size for step in self.rounds for t in step.collects)
+        return Traffic(sent, received, sent + returned, received + collected)

@@ -1,0 +1,89 @@
+"""Cutting a mask with query and key pieces into tiles."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from lightning_cp.mask import Rect
+from lightning_cp.plan.base import Tile
+from lightning_cp.spans import Piece, Span, Spans, overlapping, union
+
+
+def cut(
+    rects: Sequence[Rect], q_pieces: Sequence[Piece], k_pieces: Sequence[Piece], row: int | None
+) -> tuple[Tile, ...]:
+    """Tiles that cover every visible pair of the pieces exactly once, and nothing else.
+
+    Args:
+        rects: visible rectangles, sorted, with disjoint query spans.
+        q_pieces: local queries, sorted by global position.
+        k_pieces: rows of the key buffer, sorted by global position.
+        row: batch row that the tiles are for.
+    """
+    found: list[Tile] = []
+    for q_piece in q_pieces:
+        for rect in _touching(rects, (q_piece.start, q_piece.stop)):
+            q = _clip(q_piece, rect.q)
+            for k in overlapping(k_pieces, rect.k):
+                found.extend(_causal(q, k, row) if rect.causal else [_tile(q, k, False, row)])
+    return _join(found)
+
+
+def needed(rects: Sequence[Rect], q_pieces: Sequence[Piece]) -> Spans:
+    """Global positions of every key that some query of the pieces sees."""
+    keys: list[Span] = []
+    for piece in q_pieces:
+        for rect in _touching(rects, (piece.start, piece.stop)):
+            stop = min(rect.k[1], piece.stop, rect.q[1]) if rect.causal else rect.k[1]
+            keys.append((rect.k[0], stop))
+    return union(keys)
+
+
+def _touching(rects: Sequence[Rect], span: Span) -> Sequence[Rect]:
+    """Rectangles whose queries overlap `span`; they are sorted and their queries disjoint."""
+    first = bisect_right(rects, span[0], key=lambda rect: rect.q[1])
+    last = bisect_right(rects, span[1] - 1, key=lambda rect: rect.q[0])
+    return rects[first:last]
+
+
+def _clip(piece: Piece, span: Span) -> Piece:
+    low, high = max(piece.start, span[0]), min(piece.stop, span[1])
+    return Piece(low, high, piece.row + low - piece.start)
+
+
+def _tile(q: Piece, k: Piece, causal: bool, row: int | None) -> Tile:
+    q_rows = (q.row, q.row + q.stop - q.start)
+    k_rows = (k.row, k.row + k.stop - k.start)
+    return Tile(q_rows, k_rows, causal and q.stop - q.start > 1, row)
+
+
+def _causal(q: Piece, k: Piece, row: int | None) -> list[Tile]:
+    """At most two tiles: one aligned at its bottom right corner, one full."""
+    q = _clip(q, (k.start, q.stop))
+    k = _clip(k, (k.start, q.stop))
+    if q.start >= q.stop or k.start >= k.stop:
+        return []
+    if k.stop <= q.start + 1:
+        return [_tile(q, k, False, row)]
+    diagonal = [_tile(_clip(q, (q.start, k.stop)), k, True, row)]
+    if k.stop < q.stop:
+        diagonal.append(_tile(_clip(q, (k.stop, q.stop)), k, False, row))
+    return diagonal
+
+
+def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
+    """Fewer, larger tiles: neighbours in keys first (a causal one may close a run), then in queries."""
+    by_keys: list[Tile] = []
+    for tile in sorted(tiles, key=lambda t: (t.q, t.k)):
+        last = by_keys[-1] if by_keys else None
+        if last and last.q == tile.q and last.k[1] == tile.k[0] and not last.causal:
+            by_keys[-1] = tile._replace(k=(last.k[0], tile.k[1]))
+        else:
+            by_keys.append(tile)
+    joined: list[Tile] = []
+    for tile in sorted(by_keys, key=lambda t: (t.causal, t.k, t.q)):
+        last = joined[-1] if joined else None
+        if last and last.k == tile.k and last.q[1] == tile.q[0] and not (last.causal or tile.causal):
+            joined[-1] = tile._replace(q=(last.q[0], tile.q[1]))
+        else:
+            joined.append(tile)
+    return tuple(sorted(joined, key=lambda t: (t.q, t.k)))
