@@ -1,0 +1,1 @@
+"""The only home of collectives on activations and of checks between ranks."""

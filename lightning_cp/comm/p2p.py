@@ -1,0 +1,53 @@
+"""Point-to-point exchange of packed buffers: one batch per round and direction."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_cp.comm.failure import named
+
+Message = tuple[int, Tensor]
+"""A peer (rank within the group) and one contiguous buffer."""
+
+
+class Pending:
+    """Messages in flight. Buffers must not be touched before `wait` returns."""
+
+    def __init__(self, works: Sequence[Any], buffers: Sequence[Tensor]) -> None:
+        self._works, self._buffers = works, buffers
+
+    def wait(self) -> None:
+        """Wait for every message, sent and received.
+
+        Raises:
+            PeerError: if a peer failed or did not answer in time.
+        """
+        with named("an exchange of keys and values"):
+            for work in self._works:
+                work.wait()
+        self._works, self._buffers = (), ()
+
+
+def exchange(sends: Sequence[Message], receives: Sequence[Message], *, group: Any) -> Pending:
+    """Start sending and receiving; every rank of the group must post matching messages.
+
+    Args:
+        sends: contiguous buffers to send, each at least one element.
+        receives: contiguous buffers to fill, in the order in which a peer sends.
+        group: process group; peers are ranks within it.
+
+    Raises:
+        PeerError: if a peer failed.
+    """
+    if not sends and not receives:
+        return Pending((), ())
+    operations = [
+        dist.P2POp(call, buffer, group=group, group_peer=peer)
+        for call, messages in ((dist.isend, sends), (dist.irecv, receives))
+        for peer, buffer in messages
+    ]
+    with named("an exchange of keys and values"):
+        works = dist.batch_isend_irecv(operations)
+    return Pending(works, [operation.tensor for operation in operations])

@@ -1,0 +1,209 @@
+"""The frozen value that travels with a micro-batch, and the one process-wide slot that holds it.
+
+[Note: one slot] The active context is process-wide and not thread-local: a backward pass on an
+accelerator runs recomputed forwards on threads of the autograd engine. Everything that compiled
+code may do at run time finds its context here, and what a backward needs is found again by the
+integer handle that its forward saved.
+"""
+
+import weakref
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_cp.errors import RefusedError
+from lightning_cp.layout import Layout
+from lightning_cp.mask import Mask
+from lightning_cp.plan import Plan, build_plan
+from lightning_cp.spans import Span
+
+HANDLES = 1024
+"""How many forwards may wait for their backward at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequence:
+    """One named sequence of a batch: how it is laid out and what of it is real.
+
+    Attributes:
+        layout: who holds which positions; positions at or past `length` are dummies.
+        length: number of real positions.
+        batch: rows of the batch.
+        documents: cumulative document lengths, or None for one document.
+        keys: for every batch row the span of positions that are not padding, or None.
+    """
+
+    layout: Layout
+    length: int
+    batch: int
+    documents: tuple[int, ...] | None = None
+    keys: tuple[Span, ...] | None = None
+
+    def visible_keys(self, rank: int) -> Tensor:
+        """Which local positions of `rank` are not padding: bool `[batch, size(rank)]`."""
+        positions = self.layout.positions(rank)
+        keys = self.keys or ((0, self.length),) * self.batch
+        start, stop = torch.tensor(keys).unbind(1)
+        return (positions >= start[:, None]) & (positions < stop[:, None])
+
+    def real(self, rank: int) -> Tensor:
+        """Which local positions of `rank` are no dummies: bool `[size(rank)]`."""
+        return self.layout.positions(rank) < self.length
+
+
+@dataclass
+class CallLog:
+    """What the swapped calls of one micro-step did: counts, and a hash that peers compare."""
+
+    attention: int = 0
+    loss: int = 0
+    digest: int = 0
+
+    def record(self, signature: object) -> int:
+        """Add a call's signature to the running hash and return its own 32-bit hash."""
+        code = zlib.crc32(repr(signature).encode())
+        self.digest = zlib.crc32(f"{self.digest}/{code}".encode())
+        return code
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Context:
+    """Everything a swapped call needs to know about the micro-batch it belongs to.
+
+    Attributes:
+        rank: rank within the context-parallel group.
+        world: size of the group.
+        group: process group of the exchange.
+        meta: CPU process group for checks.
+        sequences: the named sequences of the batch.
+        exchange: name of the schedule.
+        kernel: name of the kernel, or "auto".
+        compare_calls: compare every attention call's signature over the group before its first
+            transfer (the first micro-steps of a stage).
+        module: weak reference to the root module, for names in messages.
+        log: what was called so far.
+    """
+
+    rank: int
+    world: int
+    group: Any
+    meta: Any
+    sequences: Mapping[str, Sequence]
+    exchange: str
+    kernel: str = "auto"
+    compare_calls: bool = False
+    module: "weakref.ref[torch.nn.Module] | None" = None
+    log: CallLog = field(default_factory=CallLog)
+
+    @cached_property
+    def _found(self) -> dict[tuple[int, int, bool], int]:
+        return {}
+
+    def sequence_of(self, size: int) -> Sequence:
+        """The sequence of which this rank holds `size` positions.
+
+        Raises:
+            RefusedError: if no sequence, or more than one different sequence, has that size.
+        """
+        found = [s for s in self.sequences.values() if s.layout.size(self.rank) == size]
+        if not found:
+            sizes = {name: s.layout.size(self.rank) for name, s in self.sequences.items()}
+            raise RefusedError(
+                f"{size} tokens are no declared sequence's share on this rank (shares: {sizes}); "
+                f"wrap code that is meant to work on local tokens in functional.local()"
+            )
+        if any(other != found[0] for other in found[1:]):
+            raise RefusedError(
+                f"{size} tokens are the share of several different sequences; give them different "
+                f"lengths (pad_to_multiple_of) so that a call can be told apart"
+            )
+        return found[0]
+
+    def handle(self, q_size: int, kv_size: int, is_causal: bool) -> int:
+        """Handle of the plan for a call with these local sizes.
+
+        Raises:
+            RefusedError: if a size belongs to no declared sequence.
+        """
+        key = (q_size, kv_size, is_causal)
+        if key not in self._found:
+            q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
+            mask = Mask(q.length, kv.length, is_causal, q.documents if q == kv else None, kv.keys)
+            plan = build_plan(
+                q.layout, kv.layout, mask, rank=self.rank, exchange=self.exchange
+            )
+            self._found[key] = SLOT.keep(self, plan)
+        return self._found[key]
+
+
+class Bound(NamedTuple):
+    """What a handle stands for."""
+
+    context: Context
+    plan: Plan | None
+
+
+class Slot:
+    """The active context, and the contexts that pending backwards will need."""
+
+    def __init__(self) -> None:
+        self.active: Context | None = None
+        self.suspended = 0
+        self._handles: OrderedDict[int, Bound] = OrderedDict()
+        self._next = 0
+
+    @property
+    def current(self) -> Context | None:
+        """The context that swapped calls obey, None inside `functional.local()`."""
+        return None if self.suspended else self.active
+
+    @contextmanager
+    def activate(self, context: Context | None) -> Iterator[None]:
+        """Make `context` the active one, and restore what was there before."""
+        before = self.active
+        self.active = context
+        try:
+            yield
+        finally:
+            self.active = before
+
+    @contextmanager
+    def suspend(self) -> Iterator[None]:
+        """Let swapped calls do what they do without context parallelism."""
+        self.suspended += 1
+        try:
+            yield
+        finally:
+            self.suspended -= 1
+
+    def keep(self, context: Context, plan: Plan | None = None) -> int:
+        """Remember a context and plan under a new handle; the oldest handles are forgotten."""
+        handle = self._next
+        self._next += 1
+        self._handles[handle] = Bound(context, plan)
+        while len(self._handles) > HANDLES:
+            self._handles.popitem(last=False)
+        return handle
+
+    def bound(self, handle: int) -> Bound:
+        """What `handle` stands for.
+
+        Raises:
+            RefusedError: if it was forgotten.
+        """
+        if handle not in self._handles:
+            raise RefusedError(
+                f"the plan of forward {handle} is gone: more than {HANDLES} forwards were waiting "
+                f"for their backward; run backward sooner"
+            )
+        return self._handles[handle]
+
+
+SLOT = Slot()

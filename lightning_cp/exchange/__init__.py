@@ -1,0 +1,1 @@
+"""Running a plan: the loop over rounds, forward and backward."""

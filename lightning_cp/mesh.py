@@ -1,0 +1,67 @@
+"""Process groups: one per role, made on all ranks in one fixed order, never shared."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.topology import Coordinates, Topology
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Mesh:
+    """The groups that one rank belongs to.
+
+    Attributes:
+        topology: sizes of the axes.
+        rank: global rank.
+        cp: keys, values and their gradients travel here; also the sums of the loss.
+        meta: gloo on the CPU: digests and error reports.
+        grad: gradient all-reduces over every rank.
+    """
+
+    topology: Topology
+    rank: int
+    cp: Any
+    meta: Any
+    grad: Any
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """Coordinates of this rank."""
+        return self.topology.coordinates(self.rank)
+
+
+def build_mesh(
+    topology: Topology, *, device: torch.device, timeout: timedelta | None = None
+) -> Mesh:
+    """Make every group of every role; a collective call for all ranks of the job.
+
+    Each role has a communicator of its own even where the ranks are the same, so that traffic of
+    one role never queues behind another's. On devices whose backend makes connections lazily, a
+    warm-up all-reduce makes them here.
+
+    Args:
+        topology: sizes of the axes; its world is the default group's.
+        device: device of this rank's activations.
+        timeout: how long a collective may wait, torch's default where None.
+    """
+    rank = dist.get_rank()
+
+    def own(groups: tuple[tuple[int, ...], ...], backend: str | None) -> Any:
+        made = [dist.new_group(list(ranks), timeout, backend) for ranks in groups]
+        return next(g for g, ranks in zip(made, groups, strict=True) if rank in ranks)
+
+    mesh = Mesh(
+        topology=topology,
+        rank=rank,
+        cp=own(topology.cp_groups(), None),
+        meta=own(topology.cp_groups(), "gloo"),
+        grad=own((tuple(range(topology.world)),), None),
+    )
+    if device.type != "cpu":
+        for group in (mesh.cp, mesh.grad):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return mesh
