@@ -62,6 +62,7 @@ def forward_implementation(
     if context.compare_calls:
         _compare(context, code, q, k, is_causal)
     context.log.attention += 1
+    context.log.causal += is_causal
     handle = context.handle(q.shape[2], k.shape[2], is_causal)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_cp.compat import at_end_of_backward
 from lightning_cp.errors import RefusedError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
@@ -63,6 +64,7 @@ class CallLog:
     """What the swapped calls of one micro-step did: counts, and a hash that peers compare."""
 
     attention: int = 0
+    causal: int = 0
     loss: int = 0
     digest: int = 0
 
@@ -136,9 +138,7 @@ class Context:
         if key not in self._found:
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
             mask = Mask(q.length, kv.length, is_causal, q.documents if q == kv else None, kv.keys)
-            plan = build_plan(
-                q.layout, kv.layout, mask, rank=self.rank, exchange=self.exchange
-            )
+            plan = build_plan(q.layout, kv.layout, mask, rank=self.rank, exchange=self.exchange)
             self._found[key] = SLOT.keep(self, plan)
         return self._found[key]
 
@@ -174,6 +174,16 @@ class Slot:
         finally:
             self.active = before
 
+    def enter_backward(self, context: Context) -> None:
+        """Called within a backward pass: make `context` active until the pass has ended.
+
+        What is recomputed in the pass is then recomputed under the context of its forward.
+        """
+        before = self.active
+        if before is not context:
+            self.active = context
+            at_end_of_backward(lambda: setattr(self, "active", before))
+
     @contextmanager
     def suspend(self) -> Iterator[None]:
         """Let swapped calls do what they do without context parallelism."""
@@ -207,3 +217,21 @@ class Slot:
 
 
 SLOT = Slot()
+
+
+class _Reenter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, context: Context) -> Tensor:
+        ctx.context = context
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        SLOT.enter_backward(ctx.context)
+        return grads[0], None
+
+
+def reenter(tensor: Tensor, context: Context) -> Tensor:
+    """`tensor`, whose backward first makes `context` the active one; see `Slot.enter_backward`."""
+    found: Tensor = _Reenter.apply(tensor, context)  # type: ignore[no-untyped-call]
+    return found

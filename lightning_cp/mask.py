@@ -56,8 +56,10 @@ class Mask:
 
     def _check_documents(self, edges: tuple[int, ...]) -> None:
         rising = all(low <= high for low, high in zip(edges[:-1], edges[1:], strict=True))
-        if self.q_length != self.kv_length or not edges or (
-            edges[0] != 0 or edges[-1] != self.q_length or not rising
+        if (
+            self.q_length != self.kv_length
+            or not edges
+            or (edges[0] != 0 or edges[-1] != self.q_length or not rising)
         ):
             raise BatchError(
                 f"document edges {edges[:8]}{'...' if len(edges) > 8 else ''} must rise from 0 to "

@@ -40,7 +40,9 @@ class Topology:
                 )
 
     @classmethod
-    def resolve(cls, *, world: int, local_world: int, cp: Size = "auto", dp: Size = "auto") -> "Topology":
+    def resolve(
+        cls, *, world: int, local_world: int, cp: Size = "auto", dp: Size = "auto"
+    ) -> "Topology":
         """Resolve sizes given by the user, `"auto"` included, for `world` ranks.
 
         `cp="auto"` takes what `dp` leaves over; with both automatic, one context-parallel group

@@ -97,7 +97,9 @@ def backward(
                 is_causal=tile.causal,
                 scale=scale,
             )
-            for total, span, part in zip((dq, *grads), (tile.q, tile.k, tile.k), parts, strict=True):
+            for total, span, part in zip(
+                (dq, *grads), (tile.q, tile.k, tile.k), parts, strict=True
+            ):
                 _rows(total, tile.row, span).add_(part)
         if homing is not None:
             homing.add()

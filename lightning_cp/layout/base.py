@@ -99,9 +99,7 @@ class Layout:
         found = tuple(shard.shape[dim] for shard in shards)
         if found != self.sizes:
             raise ConfigError(f"shards of sizes {found} at dim {dim}; this layout has {self.sizes}")
-        placed = sorted(
-            (piece, rank) for rank in range(self.world) for piece in self.pieces(rank)
-        )
+        placed = sorted((piece, rank) for rank in range(self.world) for piece in self.pieces(rank))
         if not placed:
             return shards[0].clone()
         return torch.cat(

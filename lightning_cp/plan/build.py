@@ -34,7 +34,9 @@ SCHEDULES: dict[str, Schedule] = {"allgather": AllGather(), "ring": Ring()}
 
 
 @lru_cache(maxsize=1024)
-def build_plan(q_layout: Layout, kv_layout: Layout, mask: Mask, *, rank: int, exchange: str) -> Plan:
+def build_plan(
+    q_layout: Layout, kv_layout: Layout, mask: Mask, *, rank: int, exchange: str
+) -> Plan:
     """Plan of `rank`, cached by value.
 
     Args:
@@ -93,9 +95,7 @@ class _Builder:
             buffer = self._buffer(step)
             rounds.append(self._round(step, buffer, before))
             before = buffer
-        return Plan(
-            self.rank, self.world, exchange, self.q_size, self.kv_size, tuple(rounds)
-        )
+        return Plan(self.rank, self.world, exchange, self.q_size, self.kv_size, tuple(rounds))
 
     def _carried(self, owner: int, step: int) -> Spans:
         return self.schedule.carried(owner, step, self.owned, self.needs)

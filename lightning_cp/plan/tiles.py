@@ -82,7 +82,12 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
     joined: list[Tile] = []
     for tile in sorted(by_keys, key=lambda t: (t.causal, t.k, t.q)):
         last = joined[-1] if joined else None
-        if last and last.k == tile.k and last.q[1] == tile.q[0] and not (last.causal or tile.causal):
+        if (
+            last
+            and last.k == tile.k
+            and last.q[1] == tile.q[0]
+            and not (last.causal or tile.causal)
+        ):
             joined[-1] = tile._replace(q=(last.q[0], tile.q[1]))
         else:
             joined.append(tile)

@@ -1,0 +1,251 @@
+"""Context parallelism without Lightning: cut a batch, run a model on it, put outputs together."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+import inspect
+import weakref
+import zlib
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.digest import Digest
+from lightning_cp.comm.gather import all_gather
+from lightning_cp.config import Config
+from lightning_cp.context import SLOT, Context
+from lightning_cp.data import Cut, cut
+from lightning_cp.data.content import content_code, shapes_of
+from lightning_cp.data.cut import Rules
+from lightning_cp.diagnostics.audit import Audit
+from lightning_cp.errors import BatchError, MismatchError, RefusedError
+from lightning_cp.layout import LAYOUTS
+from lightning_cp.swap import Installation
+
+WATCHED = 2
+"""Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """This rank's part of a batch, and the context under which a model may see it.
+
+    Attributes:
+        batch: the batch with its per-token fields cut.
+        context: what swapped calls obey.
+        cut: what was cut and how.
+        layout: name of the layout.
+        digest: the comparison with the peers, under way.
+        audited: whether the forward is the first of its stage.
+    """
+
+    batch: Any
+    context: Context
+    cut: Cut
+    layout: str
+    digest: Digest
+    audited: bool
+
+
+class ContextParallel:
+    """Makes a group of ranks behave like one bigger device.
+
+    Creating one swaps attention and losses in this process until `close`; outside of `active`
+    nothing changes.
+
+    Args:
+        group: process group of the ranks that share each sequence.
+        meta: gloo group of the same ranks, for checks.
+        rank: rank within the group.
+        world: size of the group.
+        config: options.
+        device_type: "cpu" or "cuda".
+
+    Raises:
+        ConfigError: if the overrides cannot be installed.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        *,
+        meta: Any,
+        rank: int,
+        world: int,
+        config: Config | None = None,
+        device_type: str = "cpu",
+    ) -> None:
+        self.config = config or Config()
+        self.rank, self.world = rank, world
+        self._group, self._meta = group, meta
+        self._installation = Installation((device_type,))
+        self._steps: Counter[str] = Counter()
+        self._last: Context | None = None
+        self._loss: Tensor | None = None
+        self._taking: tuple[Any, bool] = (None, False)
+
+    def close(self) -> None:
+        """Take attention and losses back to what they were; calling it again does nothing."""
+        self._installation.remove()
+
+    def shard(
+        self,
+        batch: Any,
+        *,
+        module: torch.nn.Module | None = None,
+        stage: str = "train",
+        code: int | None = None,
+    ) -> Shard:
+        """Cut this rank's tokens out of a whole batch and start comparing it with the peers.
+
+        Args:
+            batch: the whole batch, the same on every rank of the group: dict, tuple or tensor.
+            module: root module, for names in messages and to see whether it takes positions.
+            stage: the first micro-steps of every stage are watched closely.
+            code: `content_code(batch)` where it is known already.
+
+        Raises:
+            BatchError: on every rank, if the batch cannot be cut.
+            MismatchError: on every rank, if one rank could not cut its batch.
+        """
+        layout = self._layout()
+        rules = Rules(
+            layout=LAYOUTS[layout],
+            sequence_dims=self.config.sequence_dims,
+            takes_positions=self._takes_positions(module),
+            documents=self.config.documents,
+            pad_to_multiple_of=self.config.pad_to_multiple_of,
+        )
+        step = self._steps[stage]
+        self._steps[stage] += 1
+        try:
+            part = cut(batch, rules, rank=self.rank, world=self.world)
+        except BatchError as error:
+            self._compare(stage, step, batch, layout, code, str(error))
+            raise
+        context = Context(
+            rank=self.rank,
+            world=self.world,
+            group=self._group,
+            meta=self._meta,
+            sequences={"sequence": part.sequence},
+            exchange="ring" if self.config.exchange == "auto" else self.config.exchange,
+            kernel=self.config.attention_backend,
+            compare_calls=step < WATCHED,
+            module=weakref.ref(module) if module is not None else None,
+        )
+        digest = self._compare(stage, step, batch, layout, code, "")
+        self._last, self._loss = context, None
+        return Shard(part.batch, context, part, layout, digest, step == 0)
+
+    @contextmanager
+    def active(self, shard: Shard) -> Iterator[None]:
+        """Run model code on a shard: attention and losses see the whole sequence.
+
+        Run the backward inside as well. The first forward of every stage is audited.
+
+        Raises:
+            MismatchError: on every rank, if the peers' batches differ.
+            RefusedError: from a call that would be wrong on a shard.
+        """
+        shard.digest.wait()
+        with SLOT.activate(shard.context):
+            if shard.audited:
+                with Audit(shard.context):
+                    yield
+            else:
+                yield
+
+    def check(self, shard: Shard, loss: Tensor | None) -> None:
+        """What must hold after a forward: attention went through the swap, and losses agree.
+
+        Args:
+            shard: the shard that was run.
+            loss: what the step returned, None where it returned none.
+
+        Raises:
+            RefusedError: if no attention call was swapped.
+            MismatchError: on every rank, if the loss differs between peers; later micro-steps are
+                compared when the next batch arrives.
+        """
+        if shard.context.log.attention == 0:
+            raise RefusedError(
+                "no attention call of this step went through context parallelism, so every rank "
+                "attended to its own tokens alone (or to none); call "
+                "torch.nn.functional.scaled_dot_product_attention or lightning_cp.attend, or use "
+                "data parallelism for a model without attention"
+            )
+        self._loss = None if loss is None else loss.detach()
+        if shard.context.compare_calls and loss is not None:
+            Digest({"loss": float(loss.detach())}, {}, self._meta).wait()
+
+    def unshard(self, tensor: Tensor, shard: Shard, *, dim: int = 1) -> Tensor:
+        """Gather a per-token output: whole rows in the original order, dummies removed.
+
+        Args:
+            tensor: this rank's part, with its tokens at `dim`; every rank of the group calls.
+            shard: the shard it was computed from.
+            dim: the sequence dimension.
+
+        Returns:
+            The whole tensor on every rank, without gradient.
+        """
+        sequence = shard.cut.sequence
+        shards = all_gather(
+            tensor.detach(), sequence.layout.sizes, dim=dim, rank=self.rank, group=self._group
+        )
+        return sequence.layout.unshard(shards, dim=dim).narrow(dim, 0, sequence.length)
+
+    def _layout(self) -> str:
+        """The layout of the next batch: even work where attention was causal, else plain runs."""
+        if self.config.layout != "auto":
+            return self.config.layout
+        log = self._last.log if self._last is not None else None
+        return "contiguous" if log is not None and log.attention and not log.causal else "zigzag"
+
+    def _takes_positions(self, module: torch.nn.Module | None) -> bool:
+        if module is None:
+            return False
+        if self._taking[0] is not module:
+            takes = any(
+                "position_ids" in inspect.signature(part.forward).parameters
+                for part in module.modules()
+            )
+            self._taking = (module, takes)
+        return self._taking[1]
+
+    def _compare(
+        self, stage: str, step: int, batch: Any, layout: str, code: int | None, error: str
+    ) -> Digest:
+        """Start the one comparison of a micro-step; with an error, finish it too."""
+        shapes = shapes_of(batch) if not error else ""
+        calls = self._last.log.digest if self._last is not None else 0
+        loss = float(self._loss) if self._loss is not None else 0.0
+        contents = content_code(batch) if code is None and not error else code or 0
+        digest = Digest(
+            {
+                "could cut the batch": int(not error),
+                "stage and micro-step": zlib.crc32(f"{stage}/{step}".encode()),
+                "shapes of the batch": zlib.crc32(shapes.encode()),
+                "contents of the batch": contents,
+                "layout": zlib.crc32(layout.encode()),
+                "calls of the micro-step before": calls,
+                "loss of the micro-step before": loss,
+            },
+            {
+                "could cut the batch": error or "a batch that can be cut",
+                "stage and micro-step": f"micro-step {step} of {stage}",
+                "shapes of the batch": shapes or "no shapes",
+                "contents of the batch": f"hash {contents:08x}",
+                "layout": layout,
+            },
+            self._meta,
+        )
+        if error:
+            try:
+                digest.wait()
+            except MismatchError as mismatch:
+                raise BatchError(f"{error} ({mismatch})") from mismatch
+        return digest

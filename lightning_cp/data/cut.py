@@ -1,0 +1,144 @@
+"""Cutting a whole batch: padding to the layout, this rank's tokens, and the facts about them."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.context import Sequence
+from lightning_cp.data.containers import items, rebuilt
+from lightning_cp.data.fields import Fields, SequenceDims, find_fields
+from lightning_cp.errors import BatchError
+from lightning_cp.layout import Layout
+from lightning_cp.spans import Span
+
+PADDING = {"labels": -100, "shift_labels": -100}
+"""Values of dummy tokens where 0 would be wrong; losses ignore dummies whatever their value."""
+
+MIN_ROWS = 2
+"""A model never sees fewer local tokens: models branch on length 1 and cannot reshape length 0."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """One rank's part of a batch.
+
+    Attributes:
+        batch: a batch of the given type with the per-token fields cut.
+        fields: what was cut.
+        sequence: layout, real length and padding.
+        added: names of fields that were added.
+    """
+
+    batch: Any
+    fields: Fields
+    sequence: Sequence
+    added: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """How batches are cut.
+
+    Attributes:
+        layout: constructor of the layout, from length and number of ranks.
+        sequence_dims: declared sequence dimensions.
+        takes_positions: whether the model takes `position_ids`.
+        documents: "auto" refuses rows whose positions start anew, "none" lets them attend to
+            each other.
+        pad_to_multiple_of: the padded length is a multiple of this.
+    """
+
+    layout: Callable[[int, int], Layout]
+    sequence_dims: SequenceDims | None = None
+    takes_positions: bool = False
+    documents: str = "auto"
+    pad_to_multiple_of: int | None = None
+
+
+def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
+    """Cut this rank's tokens out of a whole batch; every rank of the group passes the same batch.
+
+    Short sequences are filled up with dummy tokens until every rank has at least two; dummies are
+    attended by nobody and no loss counts them.
+
+    Args:
+        batch: whole batch: mapping, tuple, list or tensor, on any device.
+        rules: how to cut.
+        rank: rank within the context-parallel group.
+        world: size of the group.
+
+    Raises:
+        BatchError: if the batch cannot be cut; see `find_fields`.
+    """
+    fields = find_fields(batch, rules.sequence_dims)
+    values = items(batch)
+    _check_documents(values, fields, rules.documents)
+    keys = _padding(values, fields)
+    dims = dict(fields.dims)
+    added: tuple[str, ...] = ()
+    if rules.takes_positions and isinstance(batch, Mapping) and "position_ids" not in values:
+        device = values[next(iter(dims))].device
+        positions = torch.arange(fields.length, device=device)
+        values["position_ids"] = positions.expand(fields.batch, -1)
+        dims["position_ids"] = 1
+        added = ("position_ids",)
+    layout = rules.layout(_padded(fields.length, world, rules.pad_to_multiple_of), world)
+    for name, dim in dims.items():
+        whole = _filled(values[name], dim, layout.length, PADDING.get(name, 0))
+        values[name] = layout.shard(whole, rank=rank, dim=dim)
+    sequence = Sequence(layout=layout, length=fields.length, batch=fields.batch, keys=keys)
+    return Cut(rebuilt(batch, values), fields, sequence, added)
+
+
+def _padded(length: int, world: int, multiple: int | None) -> int:
+    least = max(length, MIN_ROWS * world)
+    return least + -least % (multiple or 1)
+
+
+def _filled(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:
+    missing = length - tensor.shape[dim]
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim)
+
+
+def _padding(values: Mapping[str, Any], fields: Fields) -> tuple[Span, ...] | None:
+    """The run of real tokens in every row, from `attention_mask`; None where nothing is padded."""
+    mask = values.get("attention_mask")
+    if mask is None or "attention_mask" not in fields.dims:
+        return None
+    if mask.ndim != 2:
+        raise BatchError(
+            f"attention_mask of shape {tuple(mask.shape)}: context parallelism takes the padding "
+            f"[B, S]; causality comes from the attention call, documents are declared"
+        )
+    runs: list[Span] = []
+    for row, visible in enumerate((mask != 0).cpu()):
+        found = visible.nonzero().flatten().tolist()
+        run = (found[0], found[-1] + 1) if found else (0, 0)
+        if run[1] - run[0] != len(found):
+            raise BatchError(
+                f"attention_mask of row {row} hides positions between visible ones; only padding "
+                f"on the left and on the right is supported"
+            )
+        runs.append(run)
+    return None if set(runs) == {(0, fields.length)} else tuple(runs)
+
+
+def _check_documents(values: Mapping[str, Any], fields: Fields, documents: str) -> None:
+    """Positions that start anew mean packed documents: say so, do not let them mix silently."""
+    positions = values.get("position_ids")
+    if documents != "auto" or positions is None or "position_ids" not in fields.dims:
+        return
+    ids = positions.movedim(fields.dims["position_ids"], -1)
+    if bool((ids.diff(dim=-1) < 0).any()):
+        raise BatchError(
+            "position_ids start anew within a row, so the row holds several packed documents, and "
+            "nobody said whether they may attend to each other; documents='none' lets them, or "
+            "pass one document per row"
+        )

@@ -1,0 +1,127 @@
+"""Which tensors of a batch hold one element per token, and at which dimension."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_cp.data.containers import items
+from lightning_cp.errors import BatchError
+
+SequenceDims = Mapping[str, int | None]
+"""Field name (or index, as a string) to its sequence dimension; None: passes through untouched."""
+
+WELL_KNOWN = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "labels",
+    "shift_labels",
+    "loss_mask",
+)
+"""Fields of a mapping that are cut at dim 1 (batch first) without being declared."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """What is cut.
+
+    Attributes:
+        dims: sequence dimension of every per-token field, by name.
+        length: size of the sequence.
+        batch: number of rows.
+    """
+
+    dims: dict[str, int]
+    length: int
+    batch: int
+
+
+def find_fields(batch: Any, declared: SequenceDims | None) -> Fields:
+    """Find the per-token fields of a whole batch; nothing is guessed.
+
+    Declared fields are taken as declared. Of a mapping, well-known names with two or more
+    dimensions are cut at dim 1. Of an undeclared tuple, list or tensor, all tensors must have two
+    or more dimensions and share the first two sizes `[B, S]`.
+
+    Args:
+        batch: the whole batch, as the loader gives it.
+        declared: sequence dimensions by name.
+
+    Raises:
+        BatchError: if there is no per-token field, if lengths differ, or if it is unclear whether
+            a tensor is per token.
+    """
+    tensors = {name: value for name, value in items(batch).items() if isinstance(value, Tensor)}
+    dims = _declared(tensors, declared or {})
+    if isinstance(batch, Mapping):
+        for name in WELL_KNOWN:
+            if name in tensors and name not in (declared or {}) and tensors[name].ndim > 1:
+                dims[name] = 1
+    elif not declared:
+        dims = _alike(tensors)
+    if not dims:
+        raise BatchError(
+            f"no field of the batch has a sequence dimension: {_shapes(tensors)}; name the "
+            f"per-token fields, for example sequence_dims={{'tokens': 1}}, or use one of the "
+            f"well-known names {', '.join(WELL_KNOWN)}"
+        )
+    lengths = {name: tensors[name].shape[dim] for name, dim in dims.items()}
+    if len(set(lengths.values())) > 1:
+        raise BatchError(
+            f"the per-token fields have different lengths {lengths}; all must have one element per "
+            f"token at their sequence dimension (declare another one in sequence_dims, or None for "
+            f"a field that is not per token)"
+        )
+    length = next(iter(lengths.values()))
+    if length < 1:
+        raise BatchError(f"the sequence of this batch is empty: {_shapes(tensors)}")
+    _refuse_ambiguous(tensors, dims, length, declared or {})
+    first, dim = next((tensors[name], dim) for name, dim in dims.items())
+    return Fields(dims, length, first.shape[0] if dim != 0 else 1)
+
+
+def _declared(tensors: Mapping[str, Tensor], declared: SequenceDims) -> dict[str, int]:
+    dims = {}
+    for name, dim in declared.items():
+        if dim is None or name not in tensors:
+            continue
+        if not -tensors[name].ndim <= dim < tensors[name].ndim:
+            raise BatchError(
+                f"sequence_dims declares dim {dim} of {name!r}, which has shape "
+                f"{tuple(tensors[name].shape)}"
+            )
+        dims[name] = dim % tensors[name].ndim
+    return dims
+
+
+def _alike(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    shapes = {tuple(tensor.shape[:2]) for tensor in tensors.values()}
+    if len(shapes) != 1 or any(tensor.ndim < 2 for tensor in tensors.values()):
+        raise BatchError(
+            f"a batch without field names whose tensors do not all start with the same [B, S] is "
+            f"ambiguous: {_shapes(tensors)}; say which are per token, for example "
+            f"sequence_dims={{'0': 1}} for the first one only"
+        )
+    return dict.fromkeys(tensors, 1)
+
+
+def _refuse_ambiguous(
+    tensors: Mapping[str, Tensor], dims: Mapping[str, int], length: int, declared: SequenceDims
+) -> None:
+    for name, tensor in tensors.items():
+        if name not in dims and name not in declared and length in tensor.shape:
+            raise BatchError(
+                f"field {name!r} of shape {tuple(tensor.shape)} has a dimension of the sequence "
+                f"length {length}, but nobody said whether it is per token; declare "
+                f"sequence_dims={{{name!r}: {list(tensor.shape).index(length)}}} to cut it, or "
+                f"{{{name!r}: None}} to pass it through"
+            )
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> str:
+    shown = [f"{name or 'tensor'} {tuple(tensor.shape)}" for name, tensor in tensors.items()]
+    return ", ".join(shown) or "no tensors"

@@ -1,0 +1,1 @@
+"""Looking at a step: the audit of its first forward, and trackers for tests and reports."""

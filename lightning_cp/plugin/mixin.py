@@ -1,0 +1,203 @@
+"""What a context-parallel strategy does with batches, steps and backwards, for any Trainer.
+
+The mixin knows nothing of the Lightning package it is used with; a strategy class puts it in front
+of that package's own base class.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_cp.api import ContextParallel, Shard
+from lightning_cp.comm.failure import report
+from lightning_cp.config import Config
+from lightning_cp.context import SLOT, Context, reenter
+from lightning_cp.data.content import content_code
+from lightning_cp.errors import BatchError, ConfigError, RefusedError
+from lightning_cp.mesh import Mesh, build_mesh
+from lightning_cp.plugin.table import StartTable
+from lightning_cp.topology import Size, Topology
+
+
+class ContextParallelMixin:
+    """Cuts batches, activates the context around steps and backwards, and checks the outcome."""
+
+    _config: Config
+    _cp_size: Size
+    _dp_size: Size
+    _topology: Topology | None = None
+    _mesh: Mesh | None = None
+    _parallel: ContextParallel | None = None
+    _shard: Shard | None = None
+    _context: Context | None = None
+    _table: StartTable | None = None
+
+    @property
+    def topology(self) -> Topology:
+        """Sizes of the parallel axes.
+
+        Raises:
+            RuntimeError: before the strategy has set up its environment.
+        """
+        if self._topology is None:
+            raise RuntimeError(
+                "the sizes of the parallel axes are known once the Trainer has set up the "
+                "strategy's environment; use this in or after LightningModule.setup()"
+            )
+        return self._topology
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there is more than one virtual device, so that a sampler must be split.
+
+        With one, the Trainer keeps the user's own sampler.
+        """
+        return self._topology is None or self._topology.dp > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Replicas are virtual devices: all ranks of one read the same samples."""
+        rank = self.global_rank  # type: ignore[attr-defined]
+        return {"num_replicas": self.topology.dp, "rank": self.topology.coordinates(rank).dp}
+
+    def _resolve(self, world: int, local_world: int) -> None:
+        """Resolve the sizes, before any rank talks to another."""
+        topology = Topology.resolve(
+            world=world, local_world=local_world, cp=self._cp_size, dp=self._dp_size
+        )
+        if topology.cp > local_world:
+            warnings.warn(
+                f"a context-parallel group of {topology.cp} ranks spans nodes of {local_world}; "
+                f"keys and values will travel over the network between nodes",
+                stacklevel=2,
+            )
+        self._topology = topology
+
+    def _start_parallel(self, *, device: torch.device, timeout: Any) -> None:
+        """Make the groups and install the swap; the default group exists."""
+        if self._mesh is None:
+            self._mesh = build_mesh(self.topology, device=device, timeout=timeout)
+        if self.topology.cp > 1:
+            self._parallel = ContextParallel(
+                self._mesh.cp,
+                meta=self._mesh.meta,
+                rank=self._mesh.coordinates.cp,
+                world=self.topology.cp,
+                config=self._config,
+                device_type=device.type,
+            )
+            self._table = StartTable(self._mesh, self._config)
+
+    def _stop_parallel(self) -> None:
+        """Put attention and losses back."""
+        if self._parallel is not None:
+            self._parallel.close()
+        self._parallel, self._shard, self._context = None, None, None
+
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        """Move the whole batch, run the user's transfer hooks on it, and keep this rank's part."""
+        if self._parallel is None:
+            return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        code = _code(batch)
+        whole = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        module = self.lightning_module  # type: ignore[attr-defined]
+        try:
+            self._shard = self._parallel.shard(whole, module=module, stage=self._stage(), code=code)
+        except BaseException as error:
+            report(error)
+            raise
+        if self._table is not None:
+            self._table.show(self._shard)
+        return self._shard.batch
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step on this rank's part; its loss remembers the context for the backward."""
+        return self._step(super().training_step, args, kwargs)  # type: ignore[misc]
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step on this rank's part."""
+        return self._step(super().validation_step, args, kwargs)  # type: ignore[misc]
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's step on this rank's part."""
+        return self._step(super().test_step, args, kwargs)  # type: ignore[misc]
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused where the sequence is sharded: outputs would be parts of rows.
+
+        Raises:
+            ConfigError: if there is context parallelism.
+        """
+        if self._parallel is not None:
+            raise ConfigError(
+                "predict with context parallelism is not supported yet: every rank would return "
+                "its own part of each row; run predict with strategy='auto' on one device"
+            )
+        return super().predict_step(*args, **kwargs)  # type: ignore[misc]
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Backward under the context of its forward, so that recomputation repeats it."""
+        try:
+            with self._active():
+                loss: Tensor = super().backward(closure_loss, *args, **kwargs)  # type: ignore[misc]
+        except BaseException as error:
+            self._failed(error)
+            raise
+        return loss
+
+    def _active(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._context is None else SLOT.activate(self._context)
+
+    def _failed(self, error: BaseException) -> None:
+        if self._parallel is not None:
+            report(error)
+
+    def _stage(self) -> str:
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        return str(getattr(trainer.state.stage, "value", trainer.state.stage))
+
+    def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        parallel, shard, self._shard = self._parallel, self._shard, None
+        if parallel is None:
+            return step(*args, **kwargs)
+        try:
+            if shard is None:
+                raise RefusedError(
+                    "a step ran on a batch that did not pass through the strategy (a step that "
+                    "takes a dataloader_iter does that); take the batch as the step's argument"
+                )
+            self._context = shard.context
+            with parallel.active(shard):
+                output = step(*args, **kwargs)
+            loss = _loss(output)
+            parallel.check(shard, loss)
+        except BaseException as error:
+            report(error)
+            raise
+        return _with_loss(output, loss, shard.context)
+
+
+def _code(batch: Any) -> int | None:
+    """Hash of a batch that is still on the CPU, None where only a transfer hook can read it."""
+    try:
+        return content_code(batch)
+    except BatchError:
+        return None
+
+
+def _loss(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _with_loss(output: Any, loss: Tensor | None, context: Context) -> Any:
+    if loss is None or not loss.requires_grad:
+        return output
+    entered = reenter(loss, context)
+    return {**output, "loss": entered} if isinstance(output, Mapping) else entered

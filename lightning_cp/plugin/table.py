@@ -1,0 +1,56 @@
+"""The start table: what was resolved, printed once on the first rank."""
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cp.api import Shard
+from lightning_cp.config import Config
+from lightning_cp.mesh import Mesh
+
+
+class StartTable:
+    """Prints sizes, coordinates, what is cut and how, with the first batch of a run.
+
+    Args:
+        mesh: groups and sizes.
+        config: options as the user gave them.
+    """
+
+    def __init__(self, mesh: Mesh, config: Config) -> None:
+        self._mesh, self._config, self._shown = mesh, config, mesh.rank != 0
+
+    def show(self, shard: Shard) -> None:
+        """Print the table, the first time and on global rank 0 only."""
+        if self._shown:
+            return
+        self._shown = True
+        table = Table(title="context parallelism", show_header=False)
+        for name, value in self.rows(shard):
+            table.add_row(name, value)
+        Console().print(table)
+
+    def rows(self, shard: Shard) -> list[tuple[str, str]]:
+        """Names and values of the table."""
+        topology, config, sequence = self._mesh.topology, self._config, shard.cut.sequence
+        layout, length = sequence.layout, sequence.length
+        dims = {name or "tensor": dim for name, dim in shard.cut.fields.dims.items()}
+        samples = topology.dp * sequence.batch
+        dummies = layout.length - length
+        return [
+            ("data x context ranks", f"{topology.dp} x {topology.cp} = {topology.world}"),
+            ("context groups", "; ".join(str(list(g)) for g in topology.cp_groups())),
+            ("global batch", f"{samples} rows, {samples * length} tokens per micro-step"),
+            ("fields cut (dim)", ", ".join(f"{name} ({dim})" for name, dim in dims.items())),
+            ("fields added", ", ".join(shard.cut.added) or "none"),
+            ("tokens per rank", ", ".join(map(str, layout.sizes))),
+            ("dummy tokens per row", str(dummies)),
+            ("documents", f"one per row (documents={config.documents!r})"),
+            ("layout", _resolved(config.layout, shard.layout)),
+            ("exchange", _resolved(config.exchange, shard.context.exchange)),
+            ("attention kernel", _resolved(config.attention_backend, "sdpa")),
+            ("loss", "mean or sum over the tokens of the whole group, equal on its ranks"),
+        ]
+
+
+def _resolved(given: str, used: str) -> str:
+    return f"{used} (auto)" if given == "auto" else used

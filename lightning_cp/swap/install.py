@@ -1,0 +1,70 @@
+"""Installing the overrides at the dispatcher, and removing them without a trace.
+
+[Note: compiled code and overrides] Under torch.compile an override runs at trace time only, so
+code compiled before installing, or cached by another job, would bake the wrong attention in.
+Installing and removing therefore reset the compiler, drop resolved dispatches, and mark the
+compile cache's keys.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch._dynamo
+
+from lightning_cp.errors import ConfigError
+from lightning_cp.swap import losses, sdpa
+from lightning_cp.swap._torch import OPERATORS, forget_compiled, has_override, keys, override
+
+KERNELS: dict[str, Callable[..., torch.Tensor]] = {
+    "scaled_dot_product_attention": sdpa.scaled_dot_product_attention,
+    "cross_entropy_loss": losses.cross_entropy_loss,
+    "nll_loss_nd": losses.nll_loss_nd,
+}
+CACHE_TAG = "lightning_cp"
+
+
+class Installation:
+    """Overrides of attention and losses for the lifetime of this object, or until `remove`.
+
+    Args:
+        device_types: device types whose calls are seen.
+
+    Raises:
+        ConfigError: if a device type is not supported, or if another override is in place.
+    """
+
+    def __init__(self, device_types: Iterable[str] = ("cpu",)) -> None:
+        self._removers: list[Callable[[], None]] = []
+        unknown = sorted(set(device_types) - {"cpu", "cuda"})
+        if unknown:
+            raise ConfigError(f"device types {unknown} are not supported; use cpu or cuda")
+        places = [(n, key) for n in OPERATORS for kind in device_types for key in keys(kind)]
+        taken = [f"aten::{name} at {key}" for name, key in places if has_override(name, key)]
+        if taken:
+            raise ConfigError(
+                f"{', '.join(taken)} is overridden already, by a context-parallel strategy that "
+                f"was not torn down or by another package; remove it first, two cannot share a call"
+            )
+        for name, key in places:
+            self._removers.append(override(name, key, KERNELS[name]))
+        self._fast_path = torch.backends.mha.get_fastpath_enabled()
+        self._tag = torch.compiler.config.cache_key_tag
+        torch.backends.mha.set_fastpath_enabled(False)
+        torch.compiler.config.cache_key_tag = f"{self._tag}{CACHE_TAG}"
+        _forget()
+
+    def remove(self) -> None:
+        """Put everything back; calling it again does nothing."""
+        if not self._removers:
+            return
+        while self._removers:
+            self._removers.pop()()
+        torch.backends.mha.set_fastpath_enabled(self._fast_path)
+        torch.compiler.config.cache_key_tag = self._tag
+        _forget()
+
+
+def _forget() -> None:
+    torch._dynamo.reset()
+    for name in OPERATORS:
+        forget_compiled(name)

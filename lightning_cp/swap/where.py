@@ -1,0 +1,28 @@
+"""Who is calling: the module on the Python stack, for messages."""
+
+import sys
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from lightning_cp.context import Context
+
+
+def caller(context: Context | None) -> str:
+    """The innermost module of the model on the call stack: name, class and source line.
+
+    Looked up only when something is refused, so that a step pays nothing for it.
+    """
+    root = context.module() if context is not None and context.module is not None else None
+    names = {id(module): name for name, module in root.named_modules()} if root else {}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_locals.get("self")
+        if isinstance(module, torch.nn.Module) and (not names or id(module) in names):
+            name = names.get(id(module), "")
+            title = f"module '{name}'" if name else "the root module"
+            line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            return f"{title} ({type(module).__name__}, {line})"
+        frame = frame.f_back
+    return "a compiled region" if names else "code outside any module"
