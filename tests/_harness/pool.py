@@ -1,0 +1,159 @@
+"""Gloo ranks that live for the whole test session: starting processes costs seconds, a task does not."""
+
+import multiprocessing
+import pickle
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from lightning_cp.context import SLOT
+from lightning_cp.swap._torch import OPERATORS, has_override, keys
+
+SIZE = 4
+PATIENCE = 60.0
+
+
+class Failure(NamedTuple):
+    """An exception on a rank: its type's name, its message and the traceback."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+class RankError(AssertionError):
+    """A task failed on a rank."""
+
+
+class Pool:
+    """`SIZE` processes; a task runs on the first `world` of them.
+
+    A task is a function of a module, called as `function(rank, world, *args)` with the default
+    process group of `world` gloo ranks in place. Ranks that fail or hang are replaced.
+    """
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_cp"])
+        self._folder = tempfile.TemporaryDirectory(prefix="pool")
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._world = 0
+        self._rendezvous = 0
+
+    def run(
+        self, function: Callable[..., Any], *args: Any, world: int, timeout: float = PATIENCE
+    ) -> list[Any]:
+        """What the task returned on every rank.
+
+        Raises:
+            RankError: with the traceback of the first rank that failed.
+            TimeoutError: if a rank did not answer; the ranks are killed.
+        """
+        found = self._outcomes(function, args, world, timeout)
+        for rank, outcome in enumerate(found):
+            if isinstance(outcome, Failure):
+                raise RankError(f"rank {rank} of {world}: {outcome.trace}")
+        return found
+
+    def failures(
+        self, function: Callable[..., Any], *args: Any, world: int, timeout: float = 30.0
+    ) -> list[Failure]:
+        """The exceptions of a task that must fail on every rank, within `timeout`.
+
+        Raises:
+            RankError: if the task succeeded on a rank.
+            TimeoutError: if a rank did not answer.
+        """
+        found = self._outcomes(function, args, world, timeout)
+        for rank, outcome in enumerate(found):
+            if not isinstance(outcome, Failure):
+                raise RankError(f"rank {rank} of {world} did not fail but returned {outcome!r}")
+        return found
+
+    def close(self) -> None:
+        """End every process."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes, self._world = [], [], 0
+
+    def _outcomes(
+        self, function: Callable[..., Any], args: Any, world: int, timeout: float
+    ) -> list[Any]:
+        self._start()
+        if world != self._world:
+            self._rendezvous += 1
+        self._world = world
+        file = str(Path(self._folder.name) / str(self._rendezvous))
+        task = pickle.dumps((function, args))
+        for rank in range(world):
+            self._pipes[rank].send((rank, world, file, task))
+        found = []
+        for rank in range(world):
+            if not self._pipes[rank].poll(timeout):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {world} gave no answer within {timeout} s")
+            try:
+                found.append(self._pipes[rank].recv())
+            except EOFError:
+                found.append(Failure("EOFError", "the process died", "the process died"))
+        if any(isinstance(outcome, Failure) for outcome in found):
+            self.close()
+        return found
+
+    def _start(self) -> None:
+        while len(self._processes) < SIZE:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
+    joined = ""
+    while True:
+        try:
+            rank, world, file, task = pipe.recv()
+        except EOFError:
+            return
+        try:
+            if file != joined:
+                _join(rank, world, file)
+                joined = file
+            function, args = pickle.loads(task)
+            outcome = function(rank, world, *args)
+            _check_clean()
+        except BaseException as error:  # noqa: BLE001  (the caller decides)
+            outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
+        pipe.send(outcome)
+
+
+def _join(rank: int, world: int, file: str) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{file}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=20),
+    )
+
+
+def _check_clean() -> None:
+    """A task must leave nothing behind that changes the next one."""
+    left = [name for name in OPERATORS for key in keys("cpu") if has_override(name, key)]
+    if left or SLOT.active is not None or SLOT.suspended:
+        raise RankError(f"the task left overrides {left} or a context {SLOT.active} behind")
