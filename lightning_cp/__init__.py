@@ -3,14 +3,12 @@
 Importing this package registers the strategy `"context_parallel"`.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
-
 from lightning_cp import functional
 from lightning_cp.api import ContextParallel
 from lightning_cp.attention import attend
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
-from lightning_cp.plugin.strategy import ContextParallelStrategy
+from lightning_cp.plugin import ContextParallelStrategy
 
 __version__ = "0.1.0"
 
@@ -22,6 +20,3 @@ __all__ = [
     "attend",
     "functional",
 ]
-
-if ContextParallelStrategy.strategy_name not in StrategyRegistry.available_strategies():
-    ContextParallelStrategy.register_strategies(StrategyRegistry)

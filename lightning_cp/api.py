@@ -1,13 +1,13 @@
 """Context parallelism without Lightning: cut a batch, run a model on it, put outputs together."""
 
+import inspect
+import weakref
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-import inspect
-import weakref
-import zlib
 
 import torch
 from torch import Tensor

@@ -18,7 +18,7 @@ def default_store() -> Any:
 
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Run `call` when the backward pass that is running now has ended."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def forward_sync_buffers(sync: bool) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_cp.errors import BatchError
@@ -55,7 +56,7 @@ class Mask:
                 )
 
     def _check_documents(self, edges: tuple[int, ...]) -> None:
-        rising = all(low <= high for low, high in zip(edges[:-1], edges[1:], strict=True))
+        rising = all(low <= high for low, high in pairwise(edges))
         if (
             self.q_length != self.kv_length
             or not edges
@@ -97,7 +98,7 @@ class Mask:
         if self.documents is None:
             blocks: Spans = ((0, max(self.q_length, self.kv_length)),)
         else:
-            blocks = tuple(zip(self.documents[:-1], self.documents[1:], strict=True))
+            blocks = tuple(pairwise(self.documents))
         first, last = (0, self.kv_length) if not self.keys else self.keys[row or 0]
         found: list[Rect] = []
         for start, stop in blocks:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from lightning_cp.comm.failure import named
 from lightning_cp.errors import MismatchError
 
-
 CLOSE = 1e-4
 """Relative difference below which two floats count as the same."""
 

@@ -1,4 +1,4 @@
-"""The audit: patterns in the first forward that would be silently wrong on a part of the sequence."""
+"""The audit: patterns in a first forward that would be silently wrong on a shard."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class Audit(TorchDispatchMode):
     """
 
     def __init__(self, context: Context) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._context = context
         shares = {s.layout.size(context.rank) for s in context.sequences.values()}
         self._shares = {share for share in shares if share >= SMALLEST}

@@ -51,7 +51,7 @@ class MemoryTracker(_Inside):
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, Any]] = {}
         self._known: set[int] = set()
         self._parameters = list(parameters)
@@ -68,7 +68,7 @@ class MemoryTracker(_Inside):
                 if p.requires_grad
             ]
             self._known = {self._key(p) for p in self._parameters}
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class MemoryTracker(_Inside):
 
     @staticmethod
     def _key(tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        return int(tensor.untyped_storage()._cdata)
 
 
 class CollectiveCall(NamedTuple):
@@ -120,7 +120,7 @@ class CollectiveRecorder(_Inside):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CollectiveCall] = []
 
     def _look(self, func: Any, args: tuple[Any, ...], found: Any) -> None:

@@ -41,13 +41,13 @@ class Reference:
         p = (_scores(q, k, is_causal, scale) - lse).exp()
         delta = (grad * out).sum(-1, keepdim=True)
         ds = p * (grad @ v.mT - delta) * scale
-        dq = (ds @ k).flatten(1, 2)
-        return dq, (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
+        return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     """`[B, H, S, D]` to `[B, Hk, H / Hk, S, D]` in the dtype of the computation."""
-    return x.to(state_dtype(x.dtype)).unflatten(1, (kv_heads, -1))
+    grouped: Tensor = x.to(state_dtype(x.dtype)).unflatten(1, (kv_heads, -1))
+    return grouped
 
 
 def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:

@@ -1,5 +1,7 @@
 """Contiguous layout: rank r holds the r-th of `world` nearly equal runs."""
 
+from itertools import pairwise
+
 from lightning_cp.layout.base import Layout
 
 
@@ -12,8 +14,5 @@ def contiguous(length: int, world: int) -> Layout:
     edges = [(length * rank + world - 1) // world for rank in range(world + 1)]
     return Layout(
         length,
-        tuple(
-            ((start, stop),) if start < stop else ()
-            for start, stop in zip(edges[:-1], edges[1:], strict=True)
-        ),
+        tuple(((start, stop),) if start < stop else () for start, stop in pairwise(edges)),
     )

@@ -127,9 +127,11 @@ class _Builder:
         return Round(
             total((piece.start, piece.stop) for piece in buffer),
             relay,
-            *(_nonempty(group) for group in (sends, receives)),
-            self._tiles(buffer),
-            *(_nonempty(group) for group in (returns, collects)),
+            sends=_nonempty(sends),
+            receives=_nonempty(receives),
+            tiles=self._tiles(buffer),
+            returns=_nonempty(returns),
+            collects=_nonempty(collects),
         )
 
     def _tiles(self, buffer: tuple[Piece, ...]) -> tuple[Tile, ...]:

@@ -71,7 +71,7 @@ def _causal(q: Piece, k: Piece, row: int | None) -> list[Tile]:
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Fewer, larger tiles: neighbours in keys first (a causal one may close a run), then in queries."""
+    """Fewer, larger tiles: join neighbours in keys, then in queries; a causal tile ends a run."""
     by_keys: list[Tile] = []
     for tile in sorted(tiles, key=lambda t: (t.q, t.k)):
         last = by_keys[-1] if by_keys else None

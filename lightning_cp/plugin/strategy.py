@@ -130,7 +130,8 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
             rank = self.node_rank * self.num_processes + self.local_rank
             self.cluster_environment.set_global_rank(rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = fabric_rank_zero_only.rank = self.global_rank
+        for decorator in (rank_zero_only, fabric_rank_zero_only):
+            decorator.rank = self.global_rank  # type: ignore[attr-defined]
 
     @override
     def _configure_launcher(self) -> None:
@@ -203,9 +204,9 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         module = self.lightning_module
-        if isinstance(self.model, DistributedDataParallel) and module is not None:
-            if not module.automatic_optimization:
-                prepare_for_backward(self.model, closure_loss)
+        manual = module is not None and not module.automatic_optimization
+        if isinstance(self.model, DistributedDataParallel) and manual:
+            prepare_for_backward(self.model, closure_loss)
 
     @override
     @contextmanager
@@ -260,6 +261,7 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
         trainer = module._trainer if module is not None else None
-        if self._layer_sync and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+        fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        if self._layer_sync and self.model is not None and fitted:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
