@@ -89,6 +89,7 @@ class ContextParallel:
     def close(self) -> None:
         """Take attention and losses back to what they were; calling it again does nothing."""
         self._installation.remove()
+        SLOT.clear()
 
     def shard(
         self,

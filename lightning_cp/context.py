@@ -156,6 +156,7 @@ class Slot:
     def __init__(self) -> None:
         self.active: Context | None = None
         self.suspended = 0
+        self._in_backward = False
         self._handles: OrderedDict[int, Bound] = OrderedDict()
         self._next = 0
 
@@ -172,17 +173,27 @@ class Slot:
         try:
             yield
         finally:
-            self.active = before
+            self._leave(before)
 
     def enter_backward(self, context: Context) -> None:
         """Called within a backward pass: make `context` active until the pass has ended.
 
         What is recomputed in the pass is then recomputed under the context of its forward.
         """
-        before = self.active
-        if before is not context:
-            self.active = context
-            at_end_of_backward(lambda: setattr(self, "active", before))
+        if not self._in_backward:
+            self._in_backward = True
+            before = self.active
+            at_end_of_backward(lambda: self._leave(before))
+        self.active = context
+
+    def clear(self) -> None:
+        """Forget the active context, after an error too."""
+        self._leave(None)
+        self.suspended = 0
+
+    def _leave(self, context: Context | None) -> None:
+        self.active = context
+        self._in_backward = False
 
     @contextmanager
     def suspend(self) -> Iterator[None]:

@@ -9,7 +9,10 @@ from tests._harness.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """Ranks for multi-process tests, started once per session."""
-    ranks = Pool()
-    yield ranks
-    ranks.close()
+    """Ranks for multi-process tests, started once per session; one thread each."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        ranks = Pool()
+        yield ranks
+        ranks.end()

@@ -24,6 +24,13 @@ def report(error: BaseException) -> None:
         return
 
 
+def forget() -> None:
+    """Remove what an earlier run of this job reported; before the ranks of a new run meet."""
+    store = default_store()
+    if store is not None and dist.get_rank() == 0:
+        store.delete_key(_KEY)
+
+
 def reported() -> tuple[int, str] | None:
     """Rank and text of the first reported error, None where there is none or no store answers."""
     store = default_store()

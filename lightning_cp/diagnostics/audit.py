@@ -34,6 +34,11 @@ class Audit(TorchDispatchMode):
         shares = {s.layout.size(context.rank) for s in context.sequences.values()}
         self._shares = {share for share in shares if share >= SMALLEST}
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code may run, and be compiled, while this mode only looks."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
@@ -56,7 +61,7 @@ class Audit(TorchDispatchMode):
 
 def _counted(args: tuple[Any, ...]) -> int:
     """Number of elements of an arange from 0 in steps of 1, else 0."""
-    numbers = [arg for arg in args if isinstance(arg, int | float)]
+    numbers = [arg for arg in args if isinstance(arg, int | float)]  # no symbolic sizes
     start, stop, step = (
         (0, numbers[0], 1) if len(numbers) == 1 else (*numbers, 1)[:3] if numbers else (0, 0, 1)
     )
@@ -64,4 +69,5 @@ def _counted(args: tuple[Any, ...]) -> int:
 
 
 def _summed(tensor: torch.Tensor, dim: int) -> int:
-    return tensor.shape[dim] if tensor.ndim else 0
+    size = tensor.shape[dim] if tensor.ndim else 0
+    return size if isinstance(size, int) else 0

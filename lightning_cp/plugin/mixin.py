@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.api import ContextParallel, Shard
-from lightning_cp.comm.failure import report
+from lightning_cp.comm.failure import forget, report
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context, reenter
 from lightning_cp.data.content import content_code
@@ -79,6 +79,7 @@ class ContextParallelMixin:
 
     def _start_parallel(self, *, device: torch.device, timeout: Any) -> None:
         """Make the groups and install the swap; the default group exists."""
+        forget()
         if self._mesh is None:
             self._mesh = build_mesh(self.topology, device=device, timeout=timeout)
         if self.topology.cp > 1:

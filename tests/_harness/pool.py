@@ -1,4 +1,4 @@
-"""Gloo ranks that live for the whole test session: starting processes costs seconds, a task does not."""
+"""Gloo ranks that live for the whole test session: a task costs milliseconds."""
 
 import multiprocessing
 import pickle
@@ -17,6 +17,7 @@ from lightning_cp.context import SLOT
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
 
 SIZE = 4
+PRELOADED = ["lightning.pytorch", "torch._inductor.compile_fx", "lightning_cp"]
 PATIENCE = 60.0
 
 
@@ -41,7 +42,7 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "lightning.pytorch", "lightning_cp"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -78,8 +79,13 @@ class Pool:
                 raise RankError(f"rank {rank} of {world} did not fail but returned {outcome!r}")
         return found
 
+    def end(self) -> None:
+        """End every process for good."""
+        self.close()
+        self._folder.cleanup()
+
     def close(self) -> None:
-        """End every process."""
+        """End every process; the next task starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -135,7 +141,7 @@ def _serve(pipe: Connection) -> None:
             function, args = pickle.loads(task)
             outcome = function(rank, world, *args)
             _check_clean()
-        except BaseException as error:  # noqa: BLE001  (the caller decides)
+        except BaseException as error:
             outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(outcome)
 
