@@ -63,7 +63,7 @@ def forward_implementation(
         _compare(context, code, q, k, is_causal)
     context.log.attention += 1
     context.log.causal += is_causal
-    handle = context.handle(q.shape[2], k.shape[2], is_causal)
+    handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan
     out, lse = executor.forward(plan, kernel, q, k, v, scale=scale, group=context.group)

@@ -105,7 +105,7 @@ class Context:
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int, bool], int]:
+    def _found(self) -> dict[tuple[int, int, int, bool], int]:
         return {}
 
     def sequence_of(self, size: int) -> Sequence:
@@ -128,16 +128,23 @@ class Context:
             )
         return found[0]
 
-    def handle(self, q_size: int, kv_size: int, is_causal: bool) -> int:
-        """Handle of the plan for a call with these local sizes.
+    def handle(self, batch: int, q_size: int, kv_size: int, is_causal: bool) -> int:
+        """Handle of the plan for a call with these rows and local sizes.
 
         Raises:
-            RefusedError: if a size belongs to no declared sequence.
+            RefusedError: if a size belongs to no declared sequence, or if rows are padded
+                differently and the call has other rows than the batch.
         """
-        key = (q_size, kv_size, is_causal)
+        key = (batch, q_size, kv_size, is_causal)
         if key not in self._found:
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
             mask = Mask(q.length, kv.length, is_causal, q.documents if q == kv else None, kv.keys)
+            if mask.rows != (None,) and batch != kv.batch:
+                raise RefusedError(
+                    f"an attention call on {batch} rows, but the batch has {kv.batch} rows with "
+                    f"padding of their own; keep the rows of the batch in the call, or wrap it in "
+                    f"functional.local()"
+                )
             plan = build_plan(q.layout, kv.layout, mask, rank=self.rank, exchange=self.exchange)
             self._found[key] = SLOT.keep(self, plan)
         return self._found[key]

@@ -54,13 +54,11 @@ def _sequences(context: Context | None, count: int) -> list[tuple[Sequence, int]
 
 
 def _kept(context: Context | None, losses: Tensor) -> Tensor:
-    """1 for real tokens and 0 for dummies, in the flat order of `losses`; `[1]` where all count."""
-    everything = losses.new_ones(1)
+    """True for real tokens, in the flat order of `losses`; one element where all are real."""
     for sequence, share in _sequences(context, losses.numel()):
         if context is not None and sequence.layout.length > sequence.length and share:
-            real = sequence.real(context.rank).to(losses.device, losses.dtype)
-            return real.repeat(sequence.batch)
-    return everything
+            return sequence.real(context.rank).to(losses.device).repeat(sequence.batch)
+    return torch.ones(1, dtype=torch.bool, device=losses.device)
 
 
 def _check_count(context: Context, count: int) -> None:
@@ -81,7 +79,7 @@ def _token_sums(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     kept = _kept(context, losses)
     totals = torch.stack(
         [
-            (_accumulated(x.reshape(-1)) * kept.to(_accumulated(x).dtype)).sum()
+            torch.where(kept, _accumulated(x.reshape(-1)), 0).sum()
             for x in (losses, weights.to(losses.dtype))
         ]
     )
@@ -107,7 +105,8 @@ def _token_sums_backward(grad: Tensor, losses: Tensor, handle: Tensor) -> Tensor
         SLOT.enter_backward(context)
         sum_(factor, group=context.group)
     kept = _kept(context, losses)
-    return (factor.to(losses.dtype) * kept).expand(losses.numel()).reshape(losses.shape).clone()
+    grads = torch.where(kept, factor.to(losses.dtype), 0)
+    return grads.expand(losses.numel()).reshape(losses.shape).clone()
 
 
 @_token_sums_backward.register_fake

@@ -91,7 +91,7 @@ class ContextParallelMixin:
                 config=self._config,
                 device_type=device.type,
             )
-            self._table = StartTable(self._mesh, self._config)
+            self._table = self._table or StartTable(self._mesh, self._config)
 
     def _stop_parallel(self) -> None:
         """Put attention and losses back."""

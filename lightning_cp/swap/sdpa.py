@@ -42,7 +42,7 @@ def scaled_dot_product_attention(
     if query.shape[:-3] != key.shape[:-3] and query.ndim > 3:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
-    if query.shape[-3] != key.shape[-3] and not enable_gqa:
+    if query.ndim > 2 and query.shape[-3] != key.shape[-3] and not enable_gqa:
         raise RefusedError(
             f"{caller(context)}: {query.shape[-3]} query heads and {key.shape[-3]} key heads need "
             f"enable_gqa=True"
@@ -53,9 +53,9 @@ def scaled_dot_product_attention(
 
 def _batched(x: Tensor) -> Tensor:
     """`[..., H, S, D]` as `[B, H, S, D]`."""
-    if x.ndim == 4:
-        return x
-    return x.unsqueeze(0) if x.ndim == 3 else x.flatten(0, -4)
+    while x.ndim < 4:
+        x = x.unsqueeze(0)
+    return x.flatten(0, -4)
 
 
 def _refuse(
