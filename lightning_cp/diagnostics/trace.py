@@ -33,10 +33,10 @@ class _Inside(TorchDispatchMode):
             with self:
                 return implementation(*args, **kwargs)
         found = func(*args, **kwargs)
-        self._look(func, args, found)
+        self._look(func, args, kwargs, found)
         return found
 
-    def _look(self, func: Any, args: tuple[Any, ...], found: Any) -> None:
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Any) -> None:
         raise NotImplementedError
 
 
@@ -77,8 +77,8 @@ class MemoryTracker(_Inside):
             hook.remove()
         self._hooks = []
 
-    def _look(self, func: Any, args: tuple[Any, ...], found: Any) -> None:
-        existing = {self._key(x) for x in tree_leaves(args) if isinstance(x, Tensor)}
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Any) -> None:
+        existing = {self._key(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for tensor in tree_leaves(found):
             if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
                 key = self._key(tensor)
@@ -123,7 +123,7 @@ class CollectiveRecorder(_Inside):
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[CollectiveCall] = []
 
-    def _look(self, func: Any, args: tuple[Any, ...], found: Any) -> None:
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Any) -> None:
         if func.namespace == "c10d":
             tensors = [x for x in tree_leaves(args[:1]) if isinstance(x, Tensor)]
             self.calls.append(

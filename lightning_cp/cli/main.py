@@ -1,0 +1,81 @@
+"""Entry point of `lightning-cp`: one subcommand per entry of `COMMANDS`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, NoReturn
+
+from typing_extensions import override
+
+from lightning_cp import __version__
+from lightning_cp.cli.demo import command as demo
+from lightning_cp.errors import ContextParallelError
+
+FAILED = 2
+"""Exit code of a command that could not do what it was asked for."""
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as shells have it."""
+
+
+class Command(NamedTuple):
+    """A subcommand: its summary, what adds its options, and what runs it."""
+
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+
+
+COMMANDS = {
+    "demo": Command(demo.SUMMARY, demo.add_options, demo.run),
+}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        self.exit(FAILED, f"error: {message}; see {self.prog} --help\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the arguments after the program's name, those of this process where not given.
+
+    Returns:
+        The exit code: 0, or 2 after an error of this package, which is printed in one line.
+
+    Raises:
+        SystemExit: after `--help` and `--version` (0), and for arguments that cannot be parsed (2).
+    """
+    args = _parser().parse_args(argv)
+    try:
+        COMMANDS[args.command].run(args)
+    except ContextParallelError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="lightning-cp", description="Context parallelism for PyTorch Lightning.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        command.add_options(
+            commands.add_parser(
+                name,
+                help=command.summary,
+                description=f"{command.summary[:1].upper()}{command.summary[1:]}.",
+                formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            )
+        )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

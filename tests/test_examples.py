@@ -1,0 +1,81 @@
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = ROOT / "examples" / "existing_project.py"
+TIMEOUT = 110
+"""Seconds; a hang would last for the half hour of the process group's timeout."""
+
+# As if the decoder had been written with positions counted from the local length.
+COUNTING = f"""\
+import sys
+
+import torch
+
+sys.path.insert(0, {str(PROJECT.parent)!r})
+import existing_project
+
+
+class Decoder(existing_project.Decoder):
+    def forward(self, input_ids, position_ids):
+        return super().forward(input_ids, torch.arange(input_ids.shape[1]))
+
+
+if __name__ == "__main__":
+    existing_project.Decoder = Decoder
+    existing_project.main()
+"""
+
+
+def run(script, strategy, devices, folder):
+    return subprocess.run(
+        [sys.executable, script, "--strategy", strategy, "--devices", str(devices)],
+        cwd=folder,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+
+
+def final_loss(result):
+    assert result.returncode == 0, result.stderr[-4000:]
+    found = re.findall(r"^final loss (\S+)$", result.stdout, re.MULTILINE)
+    assert len(found) == 1, result.stdout
+    return float(found[0])
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory):
+    return final_loss(run(PROJECT, "auto", 1, tmp_path_factory.mktemp("auto")))
+
+
+@pytest.mark.dist
+def test_existing_project_has_the_same_loss(one_process, tmp_path):
+    found = final_loss(run(PROJECT, "context_parallel", 2, tmp_path))
+    assert found == pytest.approx(one_process, rel=1e-5)
+    assert one_process < 4
+    assert not list(tmp_path.iterdir())
+
+
+def test_counted_positions_are_right_in_one_process(one_process, tmp_path):
+    script = tmp_path / "counting.py"
+    script.write_text(COUNTING)
+    assert final_loss(run(script, "auto", 1, tmp_path)) == one_process
+
+
+@pytest.mark.dist
+def test_counted_positions_are_refused(tmp_path):
+    script = tmp_path / "counting.py"
+    script.write_text(COUNTING)
+    result = run(script, "context_parallel", 2, tmp_path)
+    assert result.returncode != 0
+    assert "RefusedError: module 'decoder'" in result.stderr
+    assert "functional.positions(256)" in result.stderr
+    assert "final loss" not in result.stdout
