@@ -136,7 +136,7 @@ class Context:
                 differently and the call has other rows than the batch.
         """
         key = (batch, q_size, kv_size, is_causal)
-        if key not in self._found:
+        if not SLOT.holds(self._found.get(key)):
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
             mask = Mask(q.length, kv.length, is_causal, q.documents if q == kv else None, kv.keys)
             if mask.rows != (None,) and batch != kv.batch:
@@ -219,6 +219,10 @@ class Slot:
         while len(self._handles) > HANDLES:
             self._handles.popitem(last=False)
         return handle
+
+    def holds(self, handle: int | None) -> bool:
+        """Whether a handle still stands for something."""
+        return handle in self._handles
 
     def bound(self, handle: int) -> Bound:
         """What `handle` stands for.

@@ -73,8 +73,8 @@ def _check_count(context: Context, count: int) -> None:
             )
 
 
-@torch.library.custom_op("lightning_cp::token_sums", mutates_args=())
-def _token_sums(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def forward_implementation(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """What the operator runs; returns both sums and the handle of the context."""
     context = SLOT.current
     kept = _kept(context, losses)
     totals = torch.stack(
@@ -91,14 +91,8 @@ def _token_sums(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return sum_(totals, group=context.group), torch.tensor(SLOT.keep(context))
 
 
-@_token_sums.register_fake
-def _(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    totals = losses.new_empty(2, dtype=_accumulated(losses.new_empty(0)).dtype)
-    return totals, torch.empty((), dtype=torch.int64)
-
-
-@torch.library.custom_op("lightning_cp::token_sums_backward", mutates_args=())
-def _token_sums_backward(grad: Tensor, losses: Tensor, handle: Tensor) -> Tensor:
+def backward_implementation(grad: Tensor, losses: Tensor, handle: Tensor) -> Tensor:
+    """What the backward operator runs; returns the gradient of the losses."""
     context = None if int(handle) < 0 else SLOT.bound(int(handle)).context
     factor = grad[:1].clone()
     if context is not None:
@@ -107,6 +101,20 @@ def _token_sums_backward(grad: Tensor, losses: Tensor, handle: Tensor) -> Tensor
     kept = _kept(context, losses)
     grads = torch.where(kept, factor.to(losses.dtype), 0)
     return grads.expand(losses.numel()).reshape(losses.shape).clone()
+
+
+_token_sums = torch.library.custom_op(
+    "lightning_cp::token_sums", forward_implementation, mutates_args=()
+)
+_token_sums_backward = torch.library.custom_op(
+    "lightning_cp::token_sums_backward", backward_implementation, mutates_args=()
+)
+
+
+@_token_sums.register_fake
+def _(losses: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    totals = losses.new_empty(2, dtype=_accumulated(losses.new_empty(0)).dtype)
+    return totals, torch.empty((), dtype=torch.int64)
 
 
 @_token_sums_backward.register_fake

@@ -32,9 +32,9 @@ def rebuilt(batch: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(batch, Tensor):
         return values[""]
     if isinstance(batch, Mapping):
-        new = copy.copy(batch)
-        if not isinstance(new, MutableMapping):
+        if not isinstance(batch, MutableMapping):
             return dict(values)
+        new = copy.copy(batch)
         new.update(values)
         return new
     listed = list(values.values())

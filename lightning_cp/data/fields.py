@@ -80,8 +80,8 @@ def find_fields(batch: Any, declared: SequenceDims | None) -> Fields:
     if length < 1:
         raise BatchError(f"the sequence of this batch is empty: {_shapes(tensors)}")
     _refuse_ambiguous(tensors, dims, length, declared or {})
-    first, dim = next((tensors[name], dim) for name, dim in dims.items())
-    return Fields(dims, length, first.shape[0] if dim != 0 else 1)
+    rows = [tensors[name].shape[0] for name, dim in dims.items() if dim != 0]
+    return Fields(dims, length, rows[0] if rows else 1)
 
 
 def _declared(tensors: Mapping[str, Tensor], declared: SequenceDims) -> dict[str, int]:

@@ -1,5 +1,6 @@
 """The audit: patterns in a first forward that would be silently wrong on a shard."""
 
+import math
 from typing import Any
 
 import torch
@@ -10,6 +11,9 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.swap.where import caller
 
 aten = torch.ops.aten
+
+NUMBERING = (aten.arange, aten.cumsum, aten.cumsum_)
+"""Operators that number tokens."""
 
 SMALLEST = 3
 """Shares below this are too small to tell a sequence from any other dimension."""
@@ -44,7 +48,7 @@ class Audit(TorchDispatchMode):
     ) -> Any:
         """Look at one call of an operator, then run it."""
         packet = func.overloadpacket
-        if packet in (aten.arange, aten.cumsum) and SLOT.current is not None:
+        if packet in NUMBERING and SLOT.current is not None:
             size = _counted(args) if packet is aten.arange else _summed(*args[:2])
             if size in self._shares:
                 self._refuse(packet.__name__, size)
@@ -65,7 +69,7 @@ def _counted(args: tuple[Any, ...]) -> int:
     start, stop, step = (
         (0, numbers[0], 1) if len(numbers) == 1 else (*numbers, 1)[:3] if numbers else (0, 0, 1)
     )
-    return int(stop) if start == 0 and step == 1 else 0
+    return math.ceil(stop) if start == 0 and step == 1 else 0
 
 
 def _summed(tensor: torch.Tensor, dim: int) -> int:

@@ -12,15 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_cp import attention
+from lightning_cp import attention, loss
 
 
 class _Inside(TorchDispatchMode):
-    """A dispatch mode that stays on inside the attention operators."""
+    """A dispatch mode that stays on inside the operators that communicate."""
 
     _inside: dict[Any, Callable[..., Any]] = {  # noqa: RUF012  (a constant table)
         torch.ops.lightning_cp.attention.default: attention.forward_implementation,
         torch.ops.lightning_cp.attention_backward.default: attention.backward_implementation,
+        torch.ops.lightning_cp.token_sums.default: loss.forward_implementation,
+        torch.ops.lightning_cp.token_sums_backward.default: loss.backward_implementation,
     }
 
     def __torch_dispatch__(

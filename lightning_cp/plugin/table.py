@@ -53,4 +53,4 @@ class StartTable:
 
 
 def _resolved(given: str, used: str) -> str:
-    return f"{used} (auto)" if given == "auto" else used
+    return f"{used} (auto)" if given == "auto" else given
