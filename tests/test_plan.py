@@ -261,6 +261,12 @@ def test_a_full_tile_and_the_causal_one_after_it_are_one() -> None:
     assert first.rounds[0].tiles == (Tile((0, 2), (0, 2), True), Tile((2, 4), (0, 4), True))
 
 
+def test_a_tile_of_one_query_is_full() -> None:
+    layout = contiguous(4, 2)
+    plan = Case(Mask.packed([0, 1, 1, 4]), layout, layout).plans("ring")[0]
+    assert plan.rounds[0].tiles == (Tile((0, 1), (0, 1), False), Tile((1, 2), (1, 2), False))
+
+
 def test_batch_rows_of_one_visibility_share_their_tiles() -> None:
     layout = contiguous(8, 2)
     alike = Case(Mask(8, 8, keys=((1, 8), (1, 8))), layout, layout).plans("ring")

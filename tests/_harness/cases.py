@@ -1,0 +1,256 @@
+"""Which calls the numerical tests make: a list that covers every pair of choices, with ids.
+
+Every exchange meets every layout, mask and number of ranks; the other choices are dealt out so
+that each value of one axis meets each value of every other at least once.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import combinations, cycle, pairwise, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_cp.context import CallLog, Context, Sequence
+from lightning_cp.layout import LAYOUTS, Layout
+from lightning_cp.mask import Mask
+from lightning_cp.plan import SCHEDULES
+from lightning_cp.spans import Span
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def uneven(length: int, world: int) -> Layout:
+    """Runs of very different sizes in reverse order of ranks; the first rank holds nothing."""
+    if world == 1:
+        return LAYOUTS["contiguous"](length, 1)
+    edges = [length - (length * rank * rank) // (world - 1) ** 2 for rank in range(world)]
+    held = [((stop, start),) if stop < start else () for start, stop in pairwise(edges)]
+    return Layout(length, ((), *held))
+
+
+def dealt(length: int, world: int) -> Layout:
+    """Tokens dealt out one by one from the last to the first: the local order is falling."""
+    return Layout(
+        length,
+        tuple(tuple((i, i + 1) for i in range(length - 1 - r, -1, -world)) for r in range(world)),
+    )
+
+
+LAYOUT_MAKERS: Mapping[str, Callable[[int, int], Layout]] = {
+    **LAYOUTS,
+    "uneven": uneven,
+    "dealt": dealt,
+}
+
+
+class Shown(NamedTuple):
+    """Causality, cumulative document lengths and visible keys of every row."""
+
+    is_causal: bool = True
+    documents: tuple[int, ...] | None = None
+    keys: tuple[Span, ...] | None = None
+
+
+def _cumulative(lengths: list[int]) -> tuple[int, ...]:
+    return tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
+
+
+def _documents(*eighths: int) -> Callable[[int, int], tuple[int, ...]]:
+    """Documents of so many eighths of the length; the last takes what is left."""
+    marks = _cumulative(list(eighths))[:-1]
+    return lambda length, batch: (*(length * mark // 8 for mark in marks), length)
+
+
+def _single_tokens(length: int, batch: int) -> tuple[int, ...]:
+    """Documents of one token each, around a longer one in the middle."""
+    edges = range(length + 1)
+    return tuple(edge for edge in edges if not length // 3 < edge < 2 * length // 3)
+
+
+def _right(length: int, batch: int) -> tuple[Span, ...]:
+    """Padding on the right, more in every row; the last row of several has a token at most."""
+    return tuple((0, max(length - 1 - row * length, min(length, 1))) for row in range(batch))
+
+
+def _left(length: int, batch: int) -> tuple[Span, ...]:
+    """Padding on the left, more in every row."""
+    return tuple(((row + 1) * length // (batch + 2), length) for row in range(batch))
+
+
+def _hidden(length: int, batch: int) -> tuple[Span, ...]:
+    """Padding on both sides; the first row is nothing but padding."""
+    return ((0, 0), *(((length + 3) // 4, length - length // 4) for _ in range(1, batch)))
+
+
+MASKS: Mapping[str, Callable[[int, int], Shown]] = {
+    "causal": lambda s, b: Shown(),
+    "full": lambda s, b: Shown(False),
+    "docs8": lambda s, b: Shown(documents=_documents(8)(s, b)),
+    "docs44": lambda s, b: Shown(documents=_documents(4, 4)(s, b)),
+    "docs35full": lambda s, b: Shown(False, documents=_documents(3, 5)(s, b)),
+    "docs125": lambda s, b: Shown(documents=_documents(1, 2, 5)(s, b)),
+    "docs0404": lambda s, b: Shown(documents=_documents(0, 4, 0, 4)(s, b)),
+    "docs1token": lambda s, b: Shown(documents=_single_tokens(s, b)),
+    "right": lambda s, b: Shown(keys=_right(s, b)),
+    "rightfull": lambda s, b: Shown(False, keys=_right(s, b)),
+    "left": lambda s, b: Shown(keys=_left(s, b)),
+    "hidden": lambda s, b: Shown(False, keys=_hidden(s, b)),
+    "docs35left": lambda s, b: Shown(documents=_documents(3, 5)(s, b), keys=_left(s, b)),
+}
+"""From length and rows of a batch to what its tokens see."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One attention call of a group, forward and backward."""
+
+    world: int
+    exchange: str
+    layout: str
+    mask: str
+    length: int
+    batch: int
+    heads: tuple[int, int]
+    head_dim: int
+    dtype: str
+    kernel: str
+    dummies: int
+    strides: str
+
+    def __str__(self) -> str:
+        """The id of the test."""
+        heads = "/".join(map(str, self.heads))
+        return (
+            f"W{self.world}-{self.exchange}-{self.layout}-{self.mask}-S{self.length}"
+            f"+{self.dummies}-B{self.batch}-H{heads}-D{self.head_dim}-{self.dtype}-{self.kernel}"
+            f"-{self.strides}"
+        )
+
+    @property
+    def sequence(self) -> Sequence:
+        """The sequence with its layout, documents and padding."""
+        shown = MASKS[self.mask](self.length, self.batch)
+        layout = LAYOUT_MAKERS[self.layout](self.length + self.dummies, self.world)
+        return Sequence(
+            layout=layout,
+            length=self.length,
+            batch=self.batch,
+            documents=shown.documents,
+            keys=shown.keys,
+        )
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether keys after the query are hidden."""
+        return MASKS[self.mask](self.length, self.batch).is_causal
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores; not the default one for an odd number of rows."""
+        return float(self.head_dim**-0.5 if self.batch % 2 == 0 else 0.3)
+
+    def mask_of(self) -> Mask:
+        """What the whole sequence sees."""
+        sequence = self.sequence
+        return Mask(self.length, self.length, self.is_causal, sequence.documents, sequence.keys)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Whole q, k, v and the gradient of the output, the same on every rank."""
+        generator = torch.Generator().manual_seed(self.length * 1000 + self.head_dim)
+        size = self.length + self.dummies
+        shapes = [(self.batch, h, size, self.head_dim) for h in (*self.heads, self.heads[1])]
+        q, k, v, grad = (
+            torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[self.dtype])
+            for shape in (*shapes, shapes[0])
+        )
+        if self.strides == "expanded":
+            grad = grad[:, :, :1, :1].expand(shapes[0])
+        return q, k, v, grad
+
+    def context(self, rank: int, group: Any) -> Context:
+        """The context of the call on `rank`."""
+        return Context(
+            rank=rank,
+            world=self.world,
+            group=group,
+            meta=None,
+            sequences={"sequence": self.sequence},
+            exchange=self.exchange,
+            kernel=self.kernel,
+            log=CallLog(),
+        )
+
+
+AXES: Mapping[str, tuple[Any, ...]] = {
+    "world": (1, 2, 3, 4),
+    "exchange": tuple(SCHEDULES),
+    "layout": tuple(LAYOUT_MAKERS),
+    "mask": tuple(MASKS),
+    "length": (1, 2, 7, 8, 10, 12, 16, 37, 64),
+    "batch": (1, 2),
+    "heads": ((4, 4), (4, 2), (4, 1), (6, 3)),
+    "head_dim": (4, 8, 3),
+    "dtype": ("fp64", "fp64", "fp32", "fp32", "bf16", "bf16", "fp16"),  # by weight
+    "kernel": ("sdpa", "reference"),
+    "dummies": (0, 5),
+    "strides": ("contiguous", "transposed", "expanded"),
+}
+
+FULL = ("world", "exchange", "layout", "mask")
+"""Axes that the list is built on; on 3 and 4 ranks each combination is there."""
+
+Pair = tuple[tuple[str, Any], tuple[str, Any]]
+
+
+def pairs_of(values: Mapping[str, Any]) -> Iterator[Pair]:
+    """Every pair of choices that one cell makes."""
+    return combinations([(name, values[name]) for name in AXES], 2)
+
+
+def all_pairs() -> set[Pair]:
+    """Every pair of choices there is."""
+    choices = [[(name, value) for value in values] for name, values in AXES.items()]
+    return {pair for x, y in combinations(choices, 2) for pair in product(x, y)}
+
+
+def _cells() -> tuple[Cell, ...]:
+    """The full axes as they come, the others by which of some throws makes most new pairs."""
+    dice = random.Random(0)
+    exchanges, layouts, masks = (AXES[name] for name in FULL[1:])
+    alternating = cycle(product(layouts, exchanges))
+    bases = list(product((3, 4), exchanges, layouts, masks))
+    for world in (2, 2, 1):
+        for mask in masks:
+            layout, exchange = next(alternating)
+            bases.append((world, exchange, layout, mask))
+    missing, chosen = all_pairs(), []
+    for base in bases:
+        throws = [
+            {name: dice.choice(values) for name, values in AXES.items()}
+            | dict(zip(FULL, base, strict=True))
+            for _ in range(12)
+        ]
+        best = max(throws, key=lambda values: sum(pair in missing for pair in pairs_of(values)))
+        missing.difference_update(pairs_of(best))
+        chosen.append(Cell(**best))
+    return (*chosen, *SPECIAL)
+
+
+SPECIAL = (
+    # As many heads as local tokens.
+    Cell(2, "ring", "zigzag", "causal", 8, 1, (4, 2), 4, "fp64", "sdpa", 0, "contiguous"),
+    # Fewer tokens than ranks, in the strictest dtype.
+    Cell(3, "ring", "zigzag", "full", 1, 2, (4, 2), 4, "fp64", "sdpa", 0, "contiguous"),
+    Cell(4, "allgather", "contiguous", "full", 2, 2, (4, 1), 4, "fp64", "sdpa", 0, "transposed"),
+    Cell(4, "ring", "contiguous", "causal", 2, 1, (4, 4), 8, "fp64", "reference", 0, "expanded"),
+)
+
+CELLS = _cells()

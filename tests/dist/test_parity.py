@@ -1,0 +1,262 @@
+"""Whole Trainer runs equal those of the plain Trainer with one device per virtual device."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from tests._harness.models import Case, Outcome, evaluate, fit, furthest, seeded
+from tests._harness.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+TOLERANCE = {"32-true": 1e-6, "64-true": 1e-12}
+Plain = Callable[..., list[Outcome]]
+
+
+class Row(NamedTuple):
+    """A run: its name, the options of the strategy, the number of virtual devices and of ranks."""
+
+    name: str
+    case: Case
+    options: dict[str, Any]
+    dp: int = 1
+    cp: int = 2
+
+
+def trainer(**options: Any) -> tuple[tuple[str, Any], ...]:
+    return tuple(options.items())
+
+
+GRID = [
+    *(
+        Row(
+            f"{exchange}-{layout}-W{world}",
+            Case(),
+            {"exchange": exchange, "layout": layout},
+            1,
+            world,
+        )
+        for exchange in ("ring", "allgather")
+        for layout in ("contiguous", "zigzag")
+        for world in (1, 2, 3)
+    ),
+    Row("dp2-cp2-ring-zigzag", Case(samples=12), {}, 2, 2),
+    Row(
+        "dp2-cp2-allgather-contiguous",
+        Case(samples=12),
+        {"exchange": "allgather", "layout": "contiguous"},
+        2,
+        2,
+    ),
+    Row("dp2-cp1", Case(samples=12), {}, 2, 1),
+]
+
+TRAINING = [
+    Row("momentum", Case(momentum=0.9), {}),
+    Row("accumulation", Case(samples=12, trainer=trainer(accumulate_grad_batches=2)), {}),
+    Row("accumulation-rest", Case(samples=10, trainer=trainer(accumulate_grad_batches=2)), {}),
+    Row("clip-norm", Case(trainer=trainer(gradient_clip_val=0.1)), {}),
+    Row(
+        "clip-value",
+        Case(trainer=trainer(gradient_clip_val=1e-3, gradient_clip_algorithm="value")),
+        {},
+    ),
+    Row("manual", Case(optimisation="manual"), {}),
+    Row("two-epochs", Case(epochs=2, momentum=0.9), {}),
+    Row("shuffle", Case(shuffle=True, epochs=2), {}),
+    Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
+    Row("recomputed-loss", Case(recomputed="everything"), {}),
+    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
+    Row(
+        "one-backward-for-two-batches",
+        Case(lengths=(24, 17), recomputed="blocks", optimisation="delayed"),
+        {},
+    ),
+    Row(
+        "one-backward-for-two-paddings",
+        Case(padding=("left", "right"), samples=8, recomputed="blocks", optimisation="delayed"),
+        {},
+    ),
+    Row(
+        "everything-on-four-ranks",
+        Case(
+            samples=24,
+            epochs=2,
+            momentum=0.9,
+            recomputed="blocks",
+            kv_heads=2,
+            trainer=trainer(accumulate_grad_batches=2, gradient_clip_val=0.1),
+        ),
+        {},
+        2,
+        2,
+    ),
+    Row("shuffle-on-four-ranks", Case(samples=12, shuffle=True, epochs=2), {}, 2, 2),
+    Row("grouped-heads", Case(kv_heads=2), {}, cp=3),
+]
+
+BATCHES = [
+    Row("tuple", Case(kind="tuple", positions="functional"), {"sequence_dims": {"0": 1, "1": 1}}),
+    Row("tensor", Case(kind="tensor", positions="functional"), {}, cp=3),
+    Row("tensor-with-dummies", Case(kind="tensor", positions="functional", lengths=(3,)), {}, cp=3),
+    Row("positions-in-batch", Case(offset=5), {}),
+    Row("lengths-differ", Case(lengths=(24, 7, 10)), {}, cp=3),
+    Row("filled-up", Case(lengths=(21, 13)), {"pad_to_multiple_of": 8}),
+    *(
+        Row(
+            f"S{size}-{layout}",
+            Case(lengths=(size,)),
+            {"layout": layout, "sequence_dims": {"id": None}},  # two ids may be a sequence of two
+            cp=3,
+        )
+        for size in (1, 2, 7, 10)
+        for layout in ("zigzag", "contiguous")
+    ),
+    # Sizes that can be taken for one another: rows, heads, channels of a head and local tokens.
+    Row("all-sizes-equal-2", Case(lengths=(8,), batch=4, samples=12), {}),
+    Row(
+        "all-sizes-equal-3",
+        Case(lengths=(12,), batch=4, samples=12),
+        {"layout": "contiguous"},
+        cp=3,
+    ),
+    Row(
+        "labels-3-and-1",
+        Case(lengths=(8,), batch=1, samples=3, valid=(0, 1, 2, 7)),
+        {"layout": "contiguous"},
+    ),
+    *(
+        Row(
+            f"labels-on-one-rank-{layout}-W{world}",
+            Case(valid="front"),
+            {"layout": layout},
+            cp=world,
+        )
+        for layout in ("contiguous", "zigzag")
+        for world in (2, 3)
+    ),
+    Row("padding-left", Case(padding=("left",)), {}),
+    Row("padding-right", Case(padding=("right",)), {}, cp=3),
+    Row("padding-both", Case(padding=("left", "right")), {"layout": "contiguous"}, cp=3),
+    Row("padding-allgather", Case(padding=("right", "left")), {"exchange": "allgather"}),
+    Row("padding-recomputed", Case(padding=("left", "right"), recomputed="blocks"), {}),
+]
+
+
+def rows(*groups: list[Row]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("row", [r for g in groups for r in g], ids=lambda row: row.name)
+
+
+@pytest.fixture(scope="module")
+def plain(pool: Pool) -> Plain:
+    """Runs the plain Trainer on `dp` devices, once for each case."""
+    found: dict[Any, list[Outcome]] = {}
+
+    def run(case: Case, dp: int = 1) -> list[Outcome]:
+        if (case, dp) not in found:
+            found[case, dp] = pool.run(fit, case, world=dp)
+        return found[case, dp]
+
+    return run
+
+
+def check(row: Row, pool: Pool, plain: Plain, precision: str) -> None:
+    case = replace(row.case, precision=precision)
+    expected = plain(case, row.dp)
+    options = {"context_parallel_size": row.cp, **row.options}
+    found = pool.run(fit, case, options, world=row.dp * row.cp)
+    for rank, outcome in enumerate(found):
+        one = expected[rank // row.cp]
+        assert outcome.ids == one.ids, f"rank {rank}"
+        assert outcome.counts == one.counts, f"rank {rank}"
+        assert outcome.metrics.keys() == one.metrics.keys(), f"rank {rank}"
+        assert outcome.swapped == (row.cp > 1), f"rank {rank}"
+        distances = furthest(outcome, one)
+        print(f"{row.name} {precision} rank {rank}: {distances}")
+        assert max(distances.values()) <= TOLERANCE[precision], f"rank {rank}: {distances}"
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@rows(GRID)
+def test_grid(row, precision, pool, plain):
+    check(row, pool, plain, precision)
+
+
+@rows(TRAINING)
+def test_training(row, pool, plain):
+    check(row, pool, plain, "64-true")
+
+
+@rows(BATCHES)
+def test_batches(row, pool, plain):
+    check(row, pool, plain, "64-true")
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_references_move(precision, plain):
+    """Equal parameters say something: three steps change each of them, and differ from others."""
+    case = Case(precision=precision)
+    start = dict(seeded(case).named_parameters())
+    for name, value in plain(case)[0].parameters.items():
+        assert np.abs(value - start[name].detach().numpy()).max() > 1e-3, name
+    clipped = plain(Case(precision=precision, trainer=trainer(gradient_clip_val=0.1)))[0]
+    assert furthest(clipped, plain(case)[0])["parameters"] > 1e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(momentum=0.9, shuffle=True, epochs=2, recomputed="blocks"),
+        Case(samples=12, trainer=trainer(accumulate_grad_batches=2, gradient_clip_val=0.1)),
+        Case(optimisation="manual", lengths=(1, 7)),
+    ],
+    ids=["default", "two-epochs", "accumulation", "manual"],
+)
+def test_one_device_is_the_plain_trainer(case, pool, plain):
+    (found,), (expected,) = pool.run(fit, case, {}, world=1), plain(case)
+    assert not found.swapped
+    assert (found.ids, found.counts) == (expected.ids, expected.counts)
+    assert (found.step_losses, found.metrics) == (expected.step_losses, expected.metrics)
+    for name, value in expected.parameters.items():
+        assert np.array_equal(found.parameters[name], value), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_batch_without_labels_has_loss_zero(world, pool, plain):
+    """The one deviation: the plain Trainer logs NaN; the parameters are the same."""
+    case = Case(valid="empty", precision="64-true")
+    (expected,) = plain(case)
+    assert np.isnan(expected.step_losses).tolist() == [False, True, False]
+    assert np.isnan(expected.metrics["val_loss"])
+    for found in pool.run(fit, case, {}, world=world):
+        assert found.step_losses[1] == 0
+        assert np.isfinite(list(found.metrics.values())).all()
+        assert np.allclose(
+            [found.step_losses[0], found.step_losses[2]],
+            [expected.step_losses[0], expected.step_losses[2]],
+            rtol=1e-12,
+        )
+        assert furthest(found, expected)["parameters"] <= 1e-12
+
+
+@pytest.mark.parametrize("options", [{}, {"layout": "contiguous", "exchange": "allgather"}])
+def test_bf16_mixed_is_close(options, pool, plain):
+    case = Case(precision="bf16-mixed")
+    (expected,) = plain(case)
+    for found in pool.run(fit, case, options, world=2):
+        distances = furthest(found, expected)
+        assert max(distances.values()) <= 5e-3, distances
+    assert furthest(expected, plain(Case())[0])["parameters"] > 1e-5
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_evaluation_alone(stage, pool):
+    case = Case(lengths=(24, 7))
+    (expected,) = pool.run(evaluate, case, None, stage, world=1)
+    assert list(expected) == ["val_loss"]
+    for found in pool.run(evaluate, case, {}, stage, world=3):
+        assert found == pytest.approx(expected, rel=1e-6)
