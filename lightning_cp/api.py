@@ -173,10 +173,10 @@ class ContextParallel:
         """
         if shard.context.log.attention == 0:
             raise RefusedError(
-                "no attention call of this step went through context parallelism, so every rank "
-                "attended to its own tokens alone (or to none); call "
-                "torch.nn.functional.scaled_dot_product_attention or lightning_cp.attend, or use "
-                "data parallelism for a model without attention"
+                f"{_suspects(shard.context)}: no attention call of this step went through context "
+                f"parallelism, so every rank attended to its own tokens alone (or to none); call "
+                f"torch.nn.functional.scaled_dot_product_attention or lightning_cp.attend, or use "
+                f"data parallelism for a model without attention"
             )
         self._loss = None if loss is None else loss.detach()
         if shard.context.compare_calls and loss is not None:
@@ -250,3 +250,17 @@ class ContextParallel:
             except MismatchError as mismatch:
                 raise BatchError(f"{error} ({mismatch})") from mismatch
         return digest
+
+
+def _suspects(context: Context) -> str:
+    """The modules that look as if they should have called attention, or the whole model."""
+    root = context.module() if context.module is not None else None
+    if root is None:
+        return "the model"
+    found = [
+        f"module '{name}' ({type(part).__name__})"
+        for name, part in root.named_modules()
+        if name and "att" in type(part).__name__.lower()
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more or f"the root module ({type(root).__name__})"

@@ -58,6 +58,10 @@ def test_zigzag_of_two() -> None:
     assert zigzag(8, 1).spans == (((0, 8),),)
 
 
+def test_the_first_contiguous_rank_holds_the_extra_position() -> None:
+    assert contiguous(5, 4).sizes == (2, 1, 1, 1)
+
+
 def test_ranks_beyond_the_length_hold_nothing() -> None:
     assert sorted(contiguous(2, 4).sizes) == [0, 0, 1, 1]
     assert sum(zigzag(2, 4).sizes) == 2

@@ -88,6 +88,21 @@ class NoAttention(LanguageModel):
         self.net.blocks = nn.ModuleList()
 
 
+class EagerAttention(nn.Module):
+    """Attention by hand, which nobody sees."""
+
+    def forward(self, x: Tensor, mask: None) -> Tensor:
+        return (x @ x.mT).tril().softmax(-1) @ x
+
+
+class Eager(LanguageModel):
+    """Attends with a module of its own."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.net.blocks = nn.ModuleList([EagerAttention()])
+
+
 class Failing(LanguageModel):
     """Fails in its second step, on one rank."""
 
@@ -239,7 +254,8 @@ LIST = [
         "MismatchError",
         ("contents of the batch", "rank 0 has hash", "rank 1 has hash"),
     ),
-    step("no-attention", NoAttention, "no attention call", "scaled_dot_product_attention"),
+    step("no-attention", NoAttention, "the root module (NoAttention): no attention call", "scaled_dot_product_attention"),
+    step("eager", Eager, "module 'net.blocks.0' (EagerAttention): no attention call"),
     Bad("local-mean", "MismatchError", ("loss", "rank 0 has", "rank 1 has"), model=LocalMean),
     Bad(
         "local-mean-later",
