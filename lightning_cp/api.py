@@ -5,7 +5,7 @@ import weakref
 import zlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
+from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import all_gather
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context
@@ -152,12 +153,15 @@ class ContextParallel:
             RefusedError: from a call that would be wrong on a shard.
         """
         shard.digest.wait()
-        with SLOT.activate(shard.context):
-            if shard.audited:
-                with Audit(shard.context):
-                    yield
-            else:
+        audit: AbstractContextManager[object] = (
+            Audit(shard.context) if shard.audited else nullcontext()
+        )
+        try:
+            with SLOT.activate(shard.context), audit:
                 yield
+        except BaseException as error:
+            report(error)  # peers that wait for this rank can then say why it does not come
+            raise
 
     def check(self, shard: Shard, loss: Tensor | None) -> None:
         """What must hold after a forward: attention went through the swap, and losses agree.

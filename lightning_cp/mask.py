@@ -52,7 +52,8 @@ class Mask:
             if not 0 <= start <= stop <= self.kv_length:
                 raise BatchError(
                     f"visible keys {start}..{stop} of batch row {row} lie outside "
-                    f"0..{self.kv_length}"
+                    f"0..{self.kv_length}; give every row one (start, stop) with start <= stop "
+                    f"inside the sequence, (0, 0) where all is padding"
                 )
 
     def _check_documents(self, edges: tuple[int, ...]) -> None:

@@ -256,9 +256,19 @@ def test_neighbouring_tiles_are_joined() -> None:
 
 
 def test_a_full_tile_and_the_causal_one_after_it_are_one() -> None:
-    layout = Layout(6, (((0, 2), (4, 6)), ((2, 4),)))
-    first = Case(Mask.causal(6), layout, layout).plans("ring")[0]
-    assert first.rounds[0].tiles == (Tile((0, 2), (0, 2), True), Tile((2, 4), (0, 4), True))
+    queries = Layout(6, (((4, 6),), ((0, 4),)))
+    keys = Layout(6, (((0, 2), (4, 6)), ((2, 4),)))
+    first = Case(Mask.causal(6), queries, keys).plans("ring")[0]
+    assert first.rounds[0].tiles == (Tile((0, 2), (0, 4), True),)
+
+
+def test_the_triangle_of_a_shard_is_one_tile() -> None:
+    for size in (6, 7, 8, 64):
+        for plan in ring(zigzag, size, 2).plans:
+            assert plan.rounds[0].tiles == (Tile((0, plan.q_size), (0, plan.q_size), True),)
+    backwards = Layout(6, (((4, 6), (0, 2)), ((2, 4),)))
+    first = Case(Mask.causal(6), backwards, backwards).plans("ring")[0]
+    assert len(first.rounds[0].tiles) == 3
 
 
 def test_a_tile_of_one_query_is_full() -> None:

@@ -78,7 +78,8 @@ class Layout:
         if tensor.shape[dim] != self.length:
             raise ConfigError(
                 f"a tensor of shape {tuple(tensor.shape)} has {tensor.shape[dim]} positions at "
-                f"dim {dim}; this layout holds {self.length}"
+                f"dim {dim}; this layout holds {self.length}; "
+                f"pad the tensor to the layout's length first"
             )
         parts = [tensor.narrow(dim, start, stop - start) for start, stop in self.spans[rank]]
         return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
@@ -98,7 +99,10 @@ class Layout:
         """
         found = tuple(shard.shape[dim] for shard in shards)
         if found != self.sizes:
-            raise ConfigError(f"shards of sizes {found} at dim {dim}; this layout has {self.sizes}")
+            raise ConfigError(
+                f"shards of sizes {found} at dim {dim}; this layout has "
+                f"{self.sizes}; pass the shards of all ranks, in rank order"
+            )
         placed = sorted((piece, rank) for rank in range(self.world) for piece in self.pieces(rank))
         if not placed:
             return shards[0].clone()

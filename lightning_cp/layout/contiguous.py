@@ -6,7 +6,7 @@ from lightning_cp.layout.base import Layout
 
 
 def contiguous(length: int, world: int) -> Layout:
-    """One run of positions per rank; sizes differ by at most one, the first ranks hold more.
+    """One run of positions per rank; sizes differ by at most one.
 
     Even in work for bidirectional attention; for causal attention the last rank does about twice
     the mean (use `zigzag`). Ranks beyond the length hold nothing.

@@ -50,11 +50,13 @@ def build_plan(
         A plan whose tiles cover each pair that a query of `rank` sees exactly once.
 
     Raises:
-        ConfigError: if the exchange is unknown, the layouts have different numbers of ranks, or a
-            layout is shorter than the mask.
+        ConfigError: if the exchange or the rank is unknown, the layouts have different numbers of
+            ranks, or a layout is shorter than the mask.
     """
     if exchange not in SCHEDULES:
         raise ConfigError(f"exchange {exchange!r} is unknown; use one of {sorted(SCHEDULES)}")
+    if not 0 <= rank < q_layout.world:
+        raise ConfigError(f"rank {rank} is none of the {q_layout.world} ranks of the layout")
     if q_layout.world != kv_layout.world:
         raise ConfigError(
             f"queries are laid out on {q_layout.world} ranks and keys on {kv_layout.world}; "
@@ -63,7 +65,7 @@ def build_plan(
     if q_layout.length < mask.q_length or kv_layout.length < mask.kv_length:
         raise ConfigError(
             f"the mask is for {mask.q_length} queries and {mask.kv_length} keys, the layouts hold "
-            f"only {q_layout.length} and {kv_layout.length}"
+            f"only {q_layout.length} and {kv_layout.length}; make the layouts at least as long"
         )
     return _Builder(q_layout, kv_layout, mask, rank, SCHEDULES[exchange]).plan(exchange)
 

@@ -71,7 +71,7 @@ def _causal(q: Piece, k: Piece, row: int | None) -> list[Tile]:
 
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
-    """Fewer, larger tiles: join neighbours in keys, then in queries; a causal tile ends a run."""
+    """Fewer, larger tiles: neighbours in keys, then full ones in queries, then triangles."""
     by_keys: list[Tile] = []
     for tile in sorted(tiles, key=lambda t: (t.q, t.k)):
         last = by_keys[-1] if by_keys else None
@@ -79,16 +79,26 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
             by_keys[-1] = tile._replace(k=(last.k[0], tile.k[1]))
         else:
             by_keys.append(tile)
-    joined: list[Tile] = []
+    by_queries: list[Tile] = []
     for tile in sorted(by_keys, key=lambda t: (t.causal, t.k, t.q)):
+        last = by_queries[-1] if by_queries else None
+        full = last is not None and not (last.causal or tile.causal)
+        if last and full and last.k == tile.k and last.q[1] == tile.q[0]:
+            by_queries[-1] = tile._replace(q=(last.q[0], tile.q[1]))
+        else:
+            by_queries.append(tile)
+    joined: list[Tile] = []
+    for tile in sorted(by_queries, key=lambda t: (t.q, t.k)):
         last = joined[-1] if joined else None
-        if (
-            last
-            and last.k == tile.k
-            and last.q[1] == tile.q[0]
-            and not (last.causal or tile.causal)
-        ):
-            joined[-1] = tile._replace(q=(last.q[0], tile.q[1]))
+        if last and _continues(last, tile):
+            joined[-1] = Tile((last.q[0], tile.q[1]), tile.k, True, tile.row)
         else:
             joined.append(tile)
-    return tuple(sorted(joined, key=lambda t: (t.q, t.k)))
+    return tuple(joined)
+
+
+def _continues(last: Tile, tile: Tile) -> bool:
+    """Whether the triangle of `tile` continues that of `last`, as in a shard's own keys."""
+    triangles = all(t.causal or t.q[1] - t.q[0] == 1 for t in (last, tile))
+    neighbours = last.q[1] == tile.q[0] and last.k[0] == tile.k[0]
+    return triangles and neighbours and tile.k[1] - last.k[1] == tile.q[1] - tile.q[0]

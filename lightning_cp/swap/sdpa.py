@@ -47,7 +47,10 @@ def scaled_dot_product_attention(
             f"{caller(context)}: {query.shape[-3]} query heads and {key.shape[-3]} key heads need "
             f"enable_gqa=True"
         )
-    out = attend(*(_batched(x) for x in (query, key, value)), is_causal=is_causal, scale=scale)
+    try:
+        out = attend(*(_batched(x) for x in (query, key, value)), is_causal=is_causal, scale=scale)
+    except RefusedError as error:
+        raise RefusedError(f"{caller(context)}: {error}") from error
     return out.reshape(*query.shape[:-1], value.shape[-1]) if query.ndim != 4 else out
 
 
