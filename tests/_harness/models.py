@@ -16,15 +16,13 @@ from lightning.pytorch.strategies import DDPStrategy
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, Dataset, default_collate
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_cp import ContextParallelStrategy, functional
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
 from tests._harness.trainer import pool_trainer
 
-VOCABULARY = 256
-POSITIONS = 64
-IGNORED = -100
+VOCABULARY, POSITIONS, IGNORED = 256, 64, -100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,14 +148,8 @@ class Attention(nn.Module):
         """`[B, S, C]` to `[B, S, C]`."""
         q = self.q(x).unflatten(-1, (self.heads, 4)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (2, self.kv_heads, 4)).permute(2, 0, 3, 1, 4)
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.heads != self.kv_heads,
-        )
+        grouped = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, mask, 0.0, mask is None, enable_gqa=grouped)
         projected: Tensor = self.out(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -321,7 +313,7 @@ def overridden() -> bool:
 
 def loaders(case: Case) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Loaders for training and for validation."""
-    make = partial(DataLoader, batch_size=case.batch, collate_fn=default_collate)
+    make = partial(DataLoader, batch_size=case.batch)
     train = make(Text(case, case.samples), shuffle=case.shuffle)
     return train, make(Text(case, 2 * case.batch, first=case.samples))
 
@@ -342,13 +334,9 @@ def trainer_of(
     strategy: Any = "auto" if world == 1 else DDPStrategy(process_group_backend="gloo")
     if options is not None:
         strategy = ContextParallelStrategy(**options)
-    settings = {
-        "max_epochs": case.epochs,
-        "precision": case.precision,
-        **dict(case.trainer),
-        **more,
-    }
-    return pool_trainer(rank, world, strategy, num_sanity_val_steps=0, **settings)
+    settings = {"max_epochs": case.epochs, "precision": case.precision}
+    settings |= {"num_sanity_val_steps": 0, **dict(case.trainer), **more}
+    return pool_trainer(rank, world, strategy, **settings)
 
 
 def seeded(case: Case, dense: bool = False) -> LanguageModel:

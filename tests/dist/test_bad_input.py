@@ -254,7 +254,12 @@ LIST = [
         "MismatchError",
         ("contents of the batch", "rank 0 has hash", "rank 1 has hash"),
     ),
-    step("no-attention", NoAttention, "the root module (NoAttention): no attention call", "scaled_dot_product_attention"),
+    step(
+        "no-attention",
+        NoAttention,
+        "the root module (NoAttention): no attention call",
+        "scaled_dot_product_attention",
+    ),
     step("eager", Eager, "module 'net.blocks.0' (EagerAttention): no attention call"),
     Bad("local-mean", "MismatchError", ("loss", "rank 0 has", "rank 1 has"), model=LocalMean),
     Bad(
