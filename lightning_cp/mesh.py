@@ -33,6 +33,11 @@ class Mesh:
         """Coordinates of this rank."""
         return self.topology.coordinates(self.rank)
 
+    def close(self) -> None:
+        """Give the groups back: their threads and files."""
+        for group in (self.cp, self.meta, self.grad):
+            dist.destroy_process_group(group)
+
 
 def build_mesh(
     topology: Topology, *, device: torch.device, timeout: timedelta | None = None

@@ -238,3 +238,10 @@ def test_table_is_printed_once_on_the_first_rank(capsys):
         printed = capsys.readouterr().out
         assert printed.count("context parallelism") == times
         assert printed.count("8 tokens per micro-step") == times
+
+
+def test_one_device_starts_no_processes():
+    trainer = pl.Trainer(accelerator="cpu", devices=1, strategy="context_parallel", logger=False)
+    assert trainer.strategy.launcher is None
+    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="context_parallel", logger=False)
+    assert trainer.strategy.launcher is not None

@@ -80,8 +80,7 @@ class ContextParallelMixin:
     def _start_parallel(self, *, device: torch.device, timeout: Any) -> None:
         """Make the groups and install the swap; the default group exists."""
         forget()
-        if self._mesh is None:
-            self._mesh = build_mesh(self.topology, device=device, timeout=timeout)
+        self._mesh = build_mesh(self.topology, device=device, timeout=timeout)
         if self.topology.cp > 1:
             self._parallel = ContextParallel(
                 self._mesh.cp,
@@ -98,6 +97,12 @@ class ContextParallelMixin:
         if self._parallel is not None:
             self._parallel.close()
         self._parallel, self._shard, self._context = None, None, None
+
+    def _close_groups(self) -> None:
+        """Give the groups back; nothing uses them any more."""
+        if self._mesh is not None:
+            self._mesh.close()
+        self._mesh = None
 
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
@@ -160,8 +165,16 @@ class ContextParallelMixin:
             report(error)
 
     def _stage(self) -> str:
+        """Name of the stage with its number of batches, in which peers must agree."""
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
-        return str(getattr(trainer.state.stage, "value", trainer.state.stage))
+        stage = str(getattr(trainer.state.stage, "value", trainer.state.stage))
+        batches = {
+            "train": "num_training_batches",
+            "validate": "num_val_batches",
+            "sanity_check": "num_sanity_val_batches",
+            "test": "num_test_batches",
+        }.get(stage)
+        return stage if batches is None else f"{stage} of {getattr(trainer, batches)} batches"
 
     def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         parallel, shard, self._shard = self._parallel, self._shard, None

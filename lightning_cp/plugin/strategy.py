@@ -135,7 +135,7 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None:
+        if self.cluster_environment is not None and self.num_processes * self.num_nodes > 1:
             self._launcher = _SubprocessScriptLauncher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
@@ -260,6 +260,7 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):
             self.model = module
+        self._close_groups()
         trainer = module._trainer if module is not None else None
         fitted = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if self._layer_sync and self.model is not None and fitted:

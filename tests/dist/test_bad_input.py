@@ -168,6 +168,7 @@ LOADERS: dict[str, Callable[[int], DataLoader[Any]]] = {
     "hole-in-padding": lambda rank: changed("attention_mask", with_hole),
     "peers-differ-in-length": lambda rank: rows(list(Text(Case(lengths=(24 - 2 * rank,)), 4))),
     "peers-differ-in-text": lambda rank: rows(list(Text(USUAL, 4, first=rank))),
+    "peers-differ-in-number": lambda rank: DataLoader(Text(USUAL, 4 + 2 * rank), batch_size=2),
     "unreadable-on-one-rank": lambda rank: DataLoader(FailingData(USUAL, 6), batch_size=2),
 }
 """Training loaders that are not the usual one, by the name of the run."""
@@ -253,6 +254,11 @@ LIST = [
         "peers-differ-in-text",
         "MismatchError",
         ("contents of the batch", "rank 0 has hash", "rank 1 has hash"),
+    ),
+    Bad(
+        "peers-differ-in-number",
+        "MismatchError",
+        ("rank 0 has micro-step 0 of train of 2 batches", "rank 1 has micro-step 0 of train of 3"),
     ),
     step(
         "no-attention",

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests._harness.models import Case, Outcome, evaluate, fit, furthest, seeded
 from tests._harness.pool import Pool
@@ -260,3 +261,16 @@ def test_evaluation_alone(stage, pool):
     assert list(expected) == ["val_loss"]
     for found in pool.run(evaluate, case, {}, stage, world=3):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+def _groups_after_fits(rank: int, world: int) -> list[int]:
+    counts = [len(dist.distributed_c10d._world.pg_map)]
+    for _ in range(2):
+        fit(rank, world, Case(), {})
+        counts.append(len(dist.distributed_c10d._world.pg_map))
+    return counts
+
+
+def test_groups_are_given_back(pool):
+    for counts in pool.run(_groups_after_fits, world=2):
+        assert len(set(counts)) == 1, counts
