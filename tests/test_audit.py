@@ -23,8 +23,8 @@ class Numbering(nn.Module):
         super().__init__()
         self.call = call
 
-    def forward(self) -> Tensor:
-        return self.call()
+    def forward(this) -> Tensor:
+        return this.call()
 
 
 def run(call: Callable[[], Tensor], *, share: int = SHARE, active: bool = True) -> Tensor:
@@ -116,6 +116,13 @@ def test_other_calls_pass(call: Callable[[], Tensor]) -> None:
         assert run(call).tolist() == [0, 1, 2, 3]
     else:
         assert torch.equal(run(call), call())
+
+
+def test_the_line_is_the_models_own() -> None:
+    """Whatever its first argument is called, not a line of torch's `Module.__call__`."""
+    line = Numbering.forward.__code__.co_firstlineno + 1
+    with pytest.raises(RefusedError, match=rf"\(Numbering, test_audit\.py:{line}\)"):
+        run(FLAGGED["arange"])
 
 
 def test_small_shares_are_not_told_apart() -> None:

@@ -18,11 +18,12 @@ def caller(context: Context | None) -> str:
     names = {id(module): name for name, module in root.named_modules()} if root else {}
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        module = frame.f_locals.get("self")
+        code = frame.f_code
+        module = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         if isinstance(module, torch.nn.Module) and (not names or id(module) in names):
             name = names.get(id(module), "")
             title = f"module '{name}'" if name else "the root module"
-            line = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+            line = f"{Path(code.co_filename).name}:{frame.f_lineno}"
             return f"{title} ({type(module).__name__}, {line})"
         frame = frame.f_back
     return "a compiled region" if names else "code outside any module"
