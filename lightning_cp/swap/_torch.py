@@ -41,6 +41,15 @@ def override(name: str, key: str, kernel: Callable[..., Tensor]) -> Callable[[],
     return library._destroy
 
 
+def replace_function(
+    name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace a function of `torch.nn.functional`; returns what puts the original back."""
+    before = getattr(torch.nn.functional, name)
+    setattr(torch.nn.functional, name, make(before))
+    return lambda: setattr(torch.nn.functional, name, before)
+
+
 def forget_compiled(name: str) -> None:
     """Drop a resolved dispatch that survives `torch._dynamo.reset()`."""
     overload(name)._dispatch_cache.clear()

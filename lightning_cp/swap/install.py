@@ -1,4 +1,7 @@
-"""Installing the overrides at the dispatcher, and removing them without a trace.
+"""Installing the overrides, and removing them without a trace.
+
+Composite operators are overridden at the dispatcher, where every call passes. Functions that are no
+composite operators are replaced in `torch.nn.functional`, where torch's own modules look them up.
 
 [Note: compiled code and overrides] Under torch.compile an override runs at trace time only, so
 code compiled before installing, or cached by another job, would bake the wrong attention in.
@@ -7,19 +10,30 @@ compile cache's keys.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch._dynamo
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.swap import losses, sdpa
-from lightning_cp.swap._torch import OPERATORS, forget_compiled, has_override, keys, override
+from lightning_cp.swap._torch import (
+    OPERATORS,
+    forget_compiled,
+    has_override,
+    keys,
+    override,
+    replace_function,
+)
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "scaled_dot_product_attention": sdpa.scaled_dot_product_attention,
     "cross_entropy_loss": losses.cross_entropy_loss,
     "nll_loss_nd": losses.nll_loss_nd,
 }
+FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
+"""Functions of `torch.nn.functional`, each with what makes its replacement from the original."""
+
 CACHE_TAG = "lightning_cp"
 
 
@@ -47,6 +61,8 @@ class Installation:
             )
         for name, key in places:
             self._removers.append(override(name, key, KERNELS[name]))
+        for name, make in FUNCTIONS.items():
+            self._removers.append(replace_function(name, make))
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         self._tag = torch.compiler.config.cache_key_tag
         torch.backends.mha.set_fastpath_enabled(False)

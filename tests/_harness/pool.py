@@ -17,7 +17,12 @@ from lightning_cp.context import SLOT
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
 
 SIZE = 4
-PRELOADED = ["lightning.pytorch", "torch._inductor.compile_fx", "lightning_cp"]
+PRELOADED = [
+    "lightning.pytorch",
+    "torch._inductor.compile_fx",
+    "lightning_cp",
+    "transformers.models.llama.modeling_llama",
+]
 PATIENCE = 60.0
 
 
