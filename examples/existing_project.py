@@ -2,10 +2,11 @@
 
 python examples/existing_project.py --strategy auto --devices 1
 python examples/existing_project.py --strategy context_parallel --devices 2
+lightning-cp verify examples/existing_project.py:model_and_batch
 
-The second holds every sequence on two processes, and prints the same final loss. What a project
-must have for that is what this one has: the decoder takes the positions of its tokens, and labels
-are shifted in the data set.
+The second holds every sequence on two processes, and prints the same final loss; the third compares
+one step of both, module by module. What a project must have for that is what this one has: the
+decoder takes the positions of its tokens, and labels are shifted in the data set.
 """
 
 import argparse
@@ -81,6 +82,10 @@ class LanguageModel(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def model_and_batch() -> tuple[LanguageModel, dict[str, Tensor]]:
+    return LanguageModel(), next(iter(DataLoader(Text(), batch_size=2)))
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from lightning_cp.attention import attend
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
 from lightning_cp.plugin import ContextParallelStrategy
+from lightning_cp.verification import verify
 
 __version__ = "0.1.0"
 
@@ -19,4 +20,5 @@ __all__ = [
     "Mask",
     "attend",
     "functional",
+    "verify",
 ]

@@ -20,10 +20,13 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.data import Cut, cut
 from lightning_cp.data.content import content_code, shapes_of
 from lightning_cp.data.cut import Rules
+from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.layout import LAYOUTS
+from lightning_cp.loss import token_mean
 from lightning_cp.swap import Installation
+from lightning_cp.swap.huggingface import HuggingFace, makes_positions, pretrained
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
@@ -80,15 +83,17 @@ class ContextParallel:
     ) -> None:
         self.config = config or Config()
         self.rank, self.world = rank, world
-        self._group, self._meta = group, meta
+        self.group, self.meta = group, meta
         self._installation = Installation((device_type,))
+        self._huggingface = HuggingFace()
         self._steps: Counter[str] = Counter()
         self._last: Context | None = None
         self._loss: Tensor | None = None
-        self._taking: tuple[Any, bool] = (None, False)
+        self._taking: tuple[Any, bool, bool] = (None, False, False)
 
     def close(self) -> None:
         """Take attention and losses back to what they were; calling it again does nothing."""
+        self._huggingface.remove()
         self._installation.remove()
         SLOT.clear()
 
@@ -104,7 +109,8 @@ class ContextParallel:
 
         Args:
             batch: the whole batch, the same on every rank of the group: dict, tuple or tensor.
-            module: root module, for names in messages and to see whether it takes positions.
+            module: root module, for names in messages, to see whether it takes positions, and to
+                prepare models of Hugging Face in it.
             stage: the first micro-steps of every stage are watched closely.
             code: `content_code(batch)` where it is known already.
 
@@ -113,11 +119,14 @@ class ContextParallel:
             MismatchError: on every rank, if one rank could not cut its batch.
         """
         layout = self._layout()
+        self._huggingface.prepare(module)
+        takes_positions, as_transformers = self._traits(module)
         rules = Rules(
             layout=LAYOUTS[layout],
             sequence_dims=self.config.sequence_dims,
-            takes_positions=self._takes_positions(module),
+            takes_positions=takes_positions,
             documents=self.config.documents,
+            as_transformers=as_transformers,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
         step = self._steps[stage]
@@ -130,8 +139,8 @@ class ContextParallel:
         context = Context(
             rank=self.rank,
             world=self.world,
-            group=self._group,
-            meta=self._meta,
+            group=self.group,
+            meta=self.meta,
             sequences={"sequence": part.sequence},
             exchange="ring" if self.config.exchange == "auto" else self.config.exchange,
             kernel=self.config.attention_backend,
@@ -152,7 +161,8 @@ class ContextParallel:
             MismatchError: on every rank, if the peers' batches differ.
             RefusedError: from a call that would be wrong on a shard.
         """
-        shard.digest.wait()
+        with _way_out():
+            shard.digest.wait()
         audit: AbstractContextManager[object] = (
             Audit(shard.context) if shard.audited else nullcontext()
         )
@@ -162,6 +172,21 @@ class ContextParallel:
         except BaseException as error:
             report(error)  # peers that wait for this rank can then say why it does not come
             raise
+
+    def token_mean(self, shard: Shard, loss: Tensor) -> Tensor:
+        """The mean over the tokens of the group, of a mean that each rank took over its own.
+
+        Args:
+            shard: the shard that was run.
+            loss: one element, a mean over this rank's tokens that count: the sum of the batch's
+                loss_mask, else its shift_labels or labels other than -100, else its
+                attention_mask, else all; dummy tokens never count. It may be NaN where none does.
+
+        Returns:
+            The same on every rank, with the exact gradient; see `lightning_cp.loss.token_mean`.
+        """
+        with SLOT.activate(shard.context):
+            return token_mean(loss, valid_tokens(shard.cut, rank=self.rank))
 
     def check(self, shard: Shard, loss: Tensor | None) -> None:
         """What must hold after a forward: attention went through the swap, and losses agree.
@@ -184,7 +209,8 @@ class ContextParallel:
             )
         self._loss = None if loss is None else loss.detach()
         if shard.context.compare_calls and loss is not None:
-            Digest({"loss": float(loss.detach())}, {}, self._meta).wait()
+            with _way_out():
+                Digest({"loss": float(loss.detach())}, {}, self.meta).wait()
 
     def unshard(self, tensor: Tensor, shard: Shard, *, dim: int = 1) -> Tensor:
         """Gather a per-token output: whole rows in the original order, dummies removed.
@@ -199,7 +225,7 @@ class ContextParallel:
         """
         sequence = shard.cut.sequence
         shards = all_gather(
-            tensor.detach(), sequence.layout.sizes, dim=dim, rank=self.rank, group=self._group
+            tensor.detach(), sequence.layout.sizes, dim=dim, rank=self.rank, group=self.group
         )
         return sequence.layout.unshard(shards, dim=dim).narrow(dim, 0, sequence.length)
 
@@ -210,16 +236,20 @@ class ContextParallel:
         log = self._last.log if self._last is not None else None
         return "contiguous" if log is not None and log.attention and not log.causal else "zigzag"
 
-    def _takes_positions(self, module: torch.nn.Module | None) -> bool:
+    def _traits(self, module: torch.nn.Module | None) -> tuple[bool, bool]:
+        """Whether a module takes positions that are 0, 1, 2, ..., and whether it holds a model of
+        Hugging Face.
+        """
         if module is None:
-            return False
+            return False, False
         if self._taking[0] is not module:
+            models = pretrained(module)
             takes = any(
                 "position_ids" in inspect.signature(part.forward).parameters
                 for part in module.modules()
-            )
-            self._taking = (module, takes)
-        return self._taking[1]
+            ) and not any(makes_positions(type(model)) for model in models)
+            self._taking = (module, takes, bool(models))
+        return self._taking[1:]
 
     def _compare(
         self, stage: str, step: int, batch: Any, layout: str, code: int | None, error: str
@@ -246,7 +276,7 @@ class ContextParallel:
                 "contents of the batch": f"hash {contents:08x}",
                 "layout": layout,
             },
-            self._meta,
+            self.meta,
         )
         if error:
             try:
@@ -254,6 +284,23 @@ class ContextParallel:
             except MismatchError as mismatch:
                 raise BatchError(f"{error} ({mismatch})") from mismatch
         return digest
+
+
+@contextmanager
+def _way_out() -> Iterator[None]:
+    """Says what to do about a loss that differs between peers."""
+    try:
+        yield
+    except MismatchError as error:
+        if "\n  loss" not in str(error):
+            raise
+        raise MismatchError(
+            f"{error}\na loss must be over the whole sequence, and one that is computed by hand "
+            f"from this rank's tokens is not: use torch.nn.functional.cross_entropy or another "
+            f"swapped loss (called through its module, not imported by name), "
+            f"lightning_cp.functional.sequence_mean, or loss='token_mean' for a mean over local "
+            f"tokens"
+        ) from error
 
 
 def _suspects(context: Context) -> str:

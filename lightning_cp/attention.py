@@ -55,6 +55,7 @@ def forward_implementation(
     """What the operator runs; returns output, LSE and the handle of the plan."""
     _check(q, k, v)
     context = SLOT.current or _alone(q, k)
+    SLOT.count_plain_attention()
     kernel = resolve(context.kernel, q, v)
     code = context.log.record(
         ("attention", *q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3], q.dtype, is_causal, scale)

@@ -10,7 +10,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "contiguous", "zigzag"),
     "exchange": ("auto", "allgather", "ring"),
     "attention_backend": ("auto", "reference", "sdpa"),
-    "documents": ("auto", "none"),
+    "verify": ("off", "first_batch"),
+    "documents": ("auto", "position_ids", "none"),
+    "loss": ("auto", "token_mean"),
 }
 """Allowed values of the options that name something."""
 
@@ -23,10 +25,15 @@ class Config:
         layout: which positions a rank holds: "contiguous", "zigzag", or "auto".
         exchange: how keys and values travel: "ring", "allgather", or "auto".
         attention_backend: kernel of a tile: "sdpa", "reference", or "auto".
-        documents: packed rows: "auto" refuses positions that start anew within a row, "none" lets
-            all tokens of a row attend to each other.
+        documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
+            batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
+            each other; "auto" does for models of Hugging Face what that version of transformers
+            does on one device, and refuses positions that start anew for any other model.
+        loss: what a step returns: "auto", a loss over the whole group, which must be the same on
+            every rank; "token_mean", a mean over local tokens that is still to be averaged.
         sequence_dims: sequence dimension by field name (index of a tuple, as a string).
         pad_to_multiple_of: dummy tokens fill a row up to a multiple of this.
+        verify: "first_batch" compares the first training step with that of one device; "off".
 
     Raises:
         ConfigError: if a value is not allowed.
@@ -36,8 +43,10 @@ class Config:
     exchange: str = "auto"
     attention_backend: str = "auto"
     documents: str = "auto"
+    loss: str = "auto"
     sequence_dims: Mapping[str, int | None] | None = None
     pad_to_multiple_of: int | None = None
+    verify: str = "off"
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_cp.compat import at_end_of_backward
 from lightning_cp.errors import RefusedError
 from lightning_cp.layout import Layout
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Documents, Mask
 from lightning_cp.plan import Plan, build_plan
 from lightning_cp.spans import Span
 
@@ -37,14 +37,18 @@ class Sequence:
         layout: who holds which positions; positions at or past `length` are dummies.
         length: number of real positions.
         batch: rows of the batch.
-        documents: cumulative document lengths, or None for one document.
+        documents: cumulative document lengths, common to all rows or for every row its own; None
+            for one document.
+        as_transformers: documents follow the rules of Hugging Face transformers: they hold for
+            causal attention, and only if the model was called in a way that isolates them.
         keys: for every batch row the span of positions that are not padding, or None.
     """
 
     layout: Layout
     length: int
     batch: int
-    documents: tuple[int, ...] | None = None
+    documents: Documents | None = None
+    as_transformers: bool = False
     keys: tuple[Span, ...] | None = None
 
     def visible_keys(self, rank: int) -> Tensor:
@@ -105,7 +109,7 @@ class Context:
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int, int, bool], int]:
+    def _found(self) -> dict[tuple[int, int, int, bool] | None, int]:
         return {}
 
     def sequence_of(self, size: int) -> Sequence:
@@ -128,6 +132,12 @@ class Context:
             )
         return found[0]
 
+    def own_handle(self) -> int:
+        """Handle of this context alone, for calls without a plan."""
+        if not SLOT.holds(self._found.get(None)):
+            self._found[None] = SLOT.keep(self)
+        return self._found[None]
+
     def handle(self, batch: int, q_size: int, kv_size: int, is_causal: bool) -> int:
         """Handle of the plan for a call with these rows and local sizes.
 
@@ -138,12 +148,14 @@ class Context:
         key = (batch, q_size, kv_size, is_causal)
         if not SLOT.holds(self._found.get(key)):
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
-            mask = Mask(q.length, kv.length, is_causal, q.documents if q == kv else None, kv.keys)
+            isolated = q == kv and (is_causal or not q.as_transformers)
+            documents = q.documents if isolated else None
+            mask = Mask(q.length, kv.length, is_causal, documents, kv.keys)
             if mask.rows != (None,) and batch != kv.batch:
                 raise RefusedError(
                     f"an attention call on {batch} rows, but the batch has {kv.batch} rows with "
-                    f"padding of their own; keep the rows of the batch in the call, or wrap it in "
-                    f"functional.local()"
+                    f"padding or documents of their own; keep the rows of the batch in the call, "
+                    f"or wrap it in functional.local()"
                 )
             plan = build_plan(q.layout, kv.layout, mask, rank=self.rank, exchange=self.exchange)
             self._found[key] = SLOT.keep(self, plan)
@@ -158,11 +170,18 @@ class Bound(NamedTuple):
 
 
 class Slot:
-    """The active context, and the contexts that pending backwards will need."""
+    """The active context, and the contexts that pending backwards will need.
+
+    Attributes:
+        active: the context of the step that is running.
+        suspended: how many `functional.local()` are open.
+        plain_attention: attention calls that found no context, for those who compare.
+    """
 
     def __init__(self) -> None:
         self.active: Context | None = None
         self.suspended = 0
+        self.plain_attention = 0
         self._in_backward = False
         self._handles: OrderedDict[int, Bound] = OrderedDict()
         self._next = 0
@@ -171,6 +190,10 @@ class Slot:
     def current(self) -> Context | None:
         """The context that swapped calls obey, None inside `functional.local()`."""
         return None if self.suspended else self.active
+
+    def count_plain_attention(self) -> None:
+        """Count an attention call outside any context, unless it is meant to be local."""
+        self.plain_attention += self.active is None and not self.suspended
 
     @contextmanager
     def activate(self, context: Context | None) -> Iterator[None]:

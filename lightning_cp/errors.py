@@ -7,6 +7,9 @@ ContextParallelError
     RefusedError     (also a RuntimeError)  a call inside a step that would be wrong on shards
     MismatchError    (also a RuntimeError)  ranks of one group disagree
     PeerError        (also a RuntimeError)  another rank failed, or did not answer in time
+    VerificationError  (also a RuntimeError)  a step that differs with context parallelism
+
+ContextParallelWarning  (a UserWarning)     a step that is probably not what its author means
 ```
 
 Every message says the number, the rule and the way out.
@@ -35,3 +38,11 @@ class MismatchError(ContextParallelError, RuntimeError):
 
 class PeerError(ContextParallelError, RuntimeError):
     """Another rank failed or did not answer in time."""
+
+
+class VerificationError(ContextParallelError, RuntimeError):
+    """A step whose outcome with context parallelism is not that of one device."""
+
+
+class ContextParallelWarning(UserWarning):
+    """Something in a step that is probably not what its author means under context parallelism."""

@@ -3,10 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from lightning_cp.errors import BatchError
 from lightning_cp.spans import Span, Spans
+
+
+Edges = tuple[int, ...]
+"""Cumulative document lengths of a row: `(0, ..., length)`."""
+
+Documents = Edges | tuple[Edges, ...]
+"""Edges that all rows share, or those of every row."""
 
 
 class Rect(NamedTuple):
@@ -30,24 +37,32 @@ class Mask:
         q_length: number of real queries of the whole sequence.
         kv_length: number of real keys.
         is_causal: hide keys after the query.
-        documents: cumulative document lengths `(0, ..., q_length)`; zero-length documents are
-            skipped. Needs `q_length == kv_length`.
+        documents: cumulative document lengths `(0, ..., q_length)` of all rows, or a tuple of them
+            with one for every batch row; zero-length documents are skipped. Needs
+            `q_length == kv_length`.
         keys: for every batch row the span of visible keys (left and right padding cut off).
 
     Raises:
-        BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, or a span
-            of `keys` lies outside `0..kv_length`.
+        BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, has another
+            number of rows than `keys`, or a span of `keys` lies outside `0..kv_length`.
     """
 
     q_length: int
     kv_length: int
     is_causal: bool = True
-    documents: tuple[int, ...] | None = None
+    documents: Documents | None = None
     keys: tuple[Span, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.documents is not None:
-            self._check_documents(self.documents)
+            for edges in rows_of(self.documents) or (self.edges(),):
+                self._check_documents(edges)
+        own = rows_of(self.documents)
+        if own and self.keys and len(own) != len(self.keys):
+            raise BatchError(
+                f"documents of {len(own)} batch rows and visible keys of {len(self.keys)}; give one "
+                f"tuple of document edges for every row, or one that all rows share"
+            )
         for row, (start, stop) in enumerate(self.keys or ()):
             if not 0 <= start <= stop <= self.kv_length:
                 raise BatchError(
@@ -56,7 +71,7 @@ class Mask:
                     f"inside the sequence, (0, 0) where all is padding"
                 )
 
-    def _check_documents(self, edges: tuple[int, ...]) -> None:
+    def _check_documents(self, edges: Edges) -> None:
         rising = all(low <= high for low, high in pairwise(edges))
         if (
             self.q_length != self.kv_length
@@ -90,16 +105,24 @@ class Mask:
     @property
     def rows(self) -> tuple[int | None, ...]:
         """Batch rows with a visibility of their own; `(None,)` where all rows are alike."""
-        if self.keys is None or len(set(self.keys)) <= 1:
-            return (None,)
-        return tuple(range(len(self.keys)))
+        for own in (self.keys or (), rows_of(self.documents)):
+            if len(set(own)) > 1:
+                return tuple(range(len(own)))
+        return (None,)
+
+    def edges(self, row: int | None = None) -> Edges:
+        """Cumulative document lengths of a batch row, of the first where None.
+
+        One document, which covers queries and keys, where none are given.
+        """
+        if self.documents is None:
+            return (0, max(self.q_length, self.kv_length))
+        own = rows_of(self.documents)
+        return own[row or 0] if own else cast(Edges, self.documents)
 
     def rects(self, row: int | None = None) -> tuple[Rect, ...]:
         """The visible rectangles of one of `rows`, sorted, with disjoint query spans."""
-        if self.documents is None:
-            blocks: Spans = ((0, max(self.q_length, self.kv_length)),)
-        else:
-            blocks = tuple(pairwise(self.documents))
+        blocks: Spans = tuple(pairwise(self.edges(row)))
         first, last = (0, self.kv_length) if not self.keys else self.keys[row or 0]
         found: list[Rect] = []
         for start, stop in blocks:
@@ -122,4 +145,11 @@ class Mask:
             return False
         if self.documents is None:
             return True
-        return not any(min(q, k) < edge <= max(q, k) for edge in self.documents)
+        return not any(min(q, k) < edge <= max(q, k) for edge in self.edges(row))
+
+
+def rows_of(documents: Documents | None) -> tuple[Edges, ...]:
+    """The edges of every row where rows have their own, else an empty tuple."""
+    if documents and isinstance(documents[0], tuple):
+        return cast(tuple[Edges, ...], documents)
+    return ()

@@ -281,6 +281,45 @@ def test_positions_that_start_anew_need_a_word(dims: Any) -> None:
     assert found[0].sequence.documents is None
 
 
+DECLARED = [{"documents": "position_ids"}, {"as_transformers": True}]
+
+
+@pytest.mark.parametrize("rules", DECLARED)
+@pytest.mark.parametrize(
+    ("positions", "documents"),
+    [
+        (RESETS, ((0, 8), (0, 3, 8))),
+        (RESETS[1:].expand(2, -1), (0, 3, 8)),
+        (RESETS[1:], (0, 3, 8)),
+        (RESETS[:1].expand(2, -1) + 5, None),
+        (torch.tensor([[0, 1, 1, 2, 5, 6, 7, 7]] * 2), (0, 2, 4, 7, 8)),
+    ],
+)
+def test_documents_begin_where_positions_do_not_continue(
+    positions: Tensor, documents: Any, rules: Any
+) -> None:
+    found = parts({"input_ids": tokens(), "position_ids": positions}, **rules)
+    assert all(part.sequence.documents == documents for part in found)
+    assert all(part.sequence.as_transformers == ("documents" not in rules) for part in found)
+
+
+def test_transformers_looks_for_documents_only_without_an_attention_mask() -> None:
+    batch = {"input_ids": tokens(), "position_ids": RESETS}
+    masked = {**batch, "attention_mask": torch.ones(2, 8)}
+    assert parts(masked, as_transformers=True)[0].sequence.documents is None
+    declared = parts(masked, as_transformers=True, documents="position_ids")[0].sequence
+    assert (declared.documents, declared.as_transformers) == (((0, 8), (0, 3, 8)), False)
+    ignored = parts(batch, as_transformers=True, documents="none")[0].sequence
+    assert (ignored.documents, ignored.as_transformers) == (None, False)
+
+
+@pytest.mark.parametrize("extra", [{}, {"position_ids": RESETS.expand(3, -1, -1)}])
+def test_declared_documents_need_positions(extra: Any) -> None:
+    dims = {"position_ids": 2} if extra else None
+    with pytest.raises(BatchError, match=r"documents='position_ids' needs .* \[B, S\]"):
+        parts({"input_ids": tokens(), **extra}, sequence_dims=dims, documents="position_ids")
+
+
 @pytest.mark.parametrize("ids", [[5, 6, 7, 8], [0, 0, 0, 0], [0, 0, 1, 2]])
 def test_positions_that_do_not_fall_are_one_document(ids: list[int]) -> None:
     batch = {"input_ids": tokens(4), "position_ids": torch.tensor([ids, ids])}

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lightning_cp
+from lightning_cp.cli import children
 from lightning_cp.cli.demo import command
 from lightning_cp.cli.demo.data import SEPARATOR, Windows, source_text
 from lightning_cp.cli.demo.job import Job, RankResult
@@ -191,8 +192,8 @@ def test_interrupted_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("cores", [1, 2, 3, 16])
 @pytest.mark.parametrize("devices", [1, 2, 3, 5])
 def test_both_runs_use_as_many_threads(cores, devices, monkeypatch):
-    monkeypatch.setattr(command, "_cores", lambda: cores)
-    each, single = command._threads(devices), command._single_threads(devices)
+    monkeypatch.setattr(children, "_cores", lambda: cores)
+    each, single = children.threads_each(devices), children.single_threads(devices)
     assert single == min(cores, each * devices)
     assert each == 1 or each * devices <= cores
 
@@ -200,7 +201,7 @@ def test_both_runs_use_as_many_threads(cores, devices, monkeypatch):
 def test_runs_have_no_ranks_of_another_launcher(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    environment = command._environment(3)
+    environment = children.child_environment(3)
     assert environment["OMP_NUM_THREADS"] == "3"
     assert not {"LOCAL_RANK", "WORLD_SIZE"} & environment.keys()
 

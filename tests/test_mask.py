@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 
 from lightning_cp.errors import BatchError, ContextParallelError
-from lightning_cp.mask import Mask, Rect
+from lightning_cp.mask import Documents, Mask, Rect, rows_of
 from lightning_cp.spans import Span
 from tests._harness.simulate import Bools, dense, masks
 
@@ -20,7 +20,7 @@ quick = settings(deadline=None, max_examples=100)
 
 
 def extents(mask: Mask) -> tuple[int, int, int]:
-    return len(mask.keys or (None,)), mask.q_length + PAST, mask.kv_length + PAST
+    return len(mask.keys or rows_of(mask.documents) or (None,)), mask.q_length + PAST, mask.kv_length + PAST
 
 
 def drawn(rows: str) -> Bools:
@@ -90,6 +90,38 @@ def test_rects_of_padded_documents() -> None:
         Rect((4, 5), (4, 5), True),
         Rect((5, 9), (5, 7), True),
     )
+
+
+def test_documents_of_every_row() -> None:
+    mask = Mask(5, 5, documents=((0, 2, 5), (0, 5)), keys=((0, 5), (1, 4)))
+    assert mask.edges(1) == (0, 5)
+    assert mask.rects(0) == (Rect((0, 2), (0, 2), True), Rect((2, 5), (2, 5), True))
+    assert mask.rects(1) == (Rect((1, 5), (1, 4), True),)
+    assert not mask.visible(2, 1, row=0)
+    assert mask.visible(2, 1, row=1)
+
+
+@pytest.mark.parametrize(
+    ("documents", "keys", "rows"),
+    [
+        ((0, 2, 4), None, (None,)),
+        (((0, 2, 4), (0, 2, 4)), None, (None,)),
+        (((0, 2, 4), (0, 4)), None, (0, 1)),
+        (((0, 2, 4), (0, 4)), ((1, 4), (1, 4)), (0, 1)),
+        (((0, 4), (0, 4)), ((1, 4), (0, 4)), (0, 1)),
+    ],
+)
+def test_rows_are_told_apart_where_their_documents_differ(
+    documents: Documents, keys: tuple[Span, ...] | None, rows: tuple[int | None, ...]
+) -> None:
+    assert Mask(4, 4, documents=documents, keys=keys).rows == rows
+
+
+def test_documents_and_keys_of_other_numbers_of_rows_are_refused() -> None:
+    with pytest.raises(BatchError, match=r"documents of 2 batch rows and visible keys of 3"):
+        Mask(4, 4, documents=((0, 4), (0, 2, 4)), keys=((0, 4),) * 3)
+    with pytest.raises(BatchError, match=r"edges \(0, 3\) must rise from 0 to .* length 4"):
+        Mask(4, 4, documents=((0, 4), (0, 3)))
 
 
 @pytest.mark.parametrize(

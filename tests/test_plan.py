@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LAYOUTS, Layout, contiguous, zigzag
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Mask, rows_of
 from lightning_cp.plan import SCHEDULES, Plan, Round, Tile, Transfer, build_plan
 from tests._harness.simulate import Bools, Message, Simulation, dense, layouts, masks, simulate
 
@@ -31,7 +31,7 @@ class Case(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch, queries and keys, dummies included."""
-        rows = 2 if self.mask.keys is None else len(self.mask.keys)
+        rows = len(self.mask.keys or rows_of(self.mask.documents) or (None, None))
         return rows, self.q_layout.length, self.kv_layout.length
 
     def dense(self) -> Bools:

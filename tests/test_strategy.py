@@ -29,6 +29,7 @@ OPTIONS: dict[str, Any] = {
     "exchange": "allgather",
     "attention_backend": "reference",
     "documents": "none",
+    "loss": "token_mean",
     "sequence_dims": {"tokens": 1, "scores": None},
     "pad_to_multiple_of": 8,
 }
@@ -92,7 +93,7 @@ def test_options_arrive():
         ("layout", "spiral", r"layout='spiral' is unknown; use one of auto, contiguous, zigzag"),
         ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, ring"),
         ("attention_backend", "magic", r"attention_backend='magic' .* auto, reference, sdpa"),
-        ("documents", "maybe", r"documents='maybe' .* auto, none"),
+        ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),
         ("pad_to_multiple_of", True, r"pad_to_multiple_of=True must be a positive integer"),
         ("sequence_dims", ["tokens"], r"sequence_dims=\['tokens'\] must map field names"),

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from lightning_cp import __version__
 from lightning_cp.cli.demo import command as demo
-from lightning_cp.errors import ContextParallelError
+from lightning_cp.cli.verify import command as verify
+from lightning_cp.errors import ContextParallelError, VerificationError
 
 FAILED = 2
 """Exit code of a command that could not do what it was asked for."""
@@ -27,6 +28,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command(demo.SUMMARY, demo.add_options, demo.run),
+    "verify": Command(verify.SUMMARY, verify.add_options, verify.run),
 }
 
 
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name, those of this process where not given.
 
     Returns:
-        The exit code: 0, or 2 after an error of this package, which is printed in one line.
+        The exit code: 0; 1 where `verify` found a difference; 2 after another error of this
+        package. Both are printed in one line.
 
     Raises:
         SystemExit: after `--help` and `--version` (0), and for arguments that cannot be parsed (2).
@@ -53,6 +56,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         COMMANDS[args.command].run(args)
+    except VerificationError as error:
+        print(f"different: {error}", file=sys.stderr)
+        return verify.DIFFERENT
     except ContextParallelError as error:
         print(f"error: {error}", file=sys.stderr)
         return FAILED

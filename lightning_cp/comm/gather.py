@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
+from lightning_cp.comm.failure import named
 from lightning_cp.comm.p2p import exchange
 
 
@@ -33,3 +35,16 @@ def all_gather(
         group=group,
     ).wait()
     return shards
+
+
+def gather_objects(value: Any, *, group: Any) -> list[Any]:
+    """Every rank's value, in rank order; values are small and can be pickled.
+
+    Args:
+        value: this rank's value.
+        group: CPU process group; every rank of it calls.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with named("a gather of reports"):
+        dist.all_gather_object(found, value, group=group)
+    return found

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_cp.context import Sequence
 from lightning_cp.data.containers import items, rebuilt
+from lightning_cp.data.documents import find_documents
 from lightning_cp.data.fields import Fields, SequenceDims, find_fields
 from lightning_cp.errors import BatchError
 from lightning_cp.layout import Layout
@@ -47,7 +48,8 @@ class Rules:
         sequence_dims: declared sequence dimensions.
         takes_positions: whether the model takes `position_ids`.
         documents: "auto" refuses rows whose positions start anew, "none" lets them attend to
-            each other.
+            each other, "position_ids" keeps them apart.
+        as_transformers: the model is one of Hugging Face's, and "auto" means what that does.
         pad_to_multiple_of: the padded length is a multiple of this.
     """
 
@@ -55,6 +57,7 @@ class Rules:
     sequence_dims: SequenceDims | None = None
     takes_positions: bool = False
     documents: str = "auto"
+    as_transformers: bool = False
     pad_to_multiple_of: int | None = None
 
 
@@ -75,7 +78,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     """
     fields = find_fields(batch, rules.sequence_dims)
     values = items(batch)
-    _check_documents(values, fields, rules.documents)
+    documents = find_documents(values, fields, rules)
     keys = _padding(values, fields)
     dims = dict(fields.dims)
     added: tuple[str, ...] = ()
@@ -89,7 +92,14 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(name, 0))
         values[name] = layout.shard(whole, rank=rank, dim=dim)
-    sequence = Sequence(layout=layout, length=fields.length, batch=fields.batch, keys=keys)
+    sequence = Sequence(
+        layout=layout,
+        length=fields.length,
+        batch=fields.batch,
+        documents=documents,
+        as_transformers=rules.as_transformers and rules.documents == "auto",
+        keys=keys,
+    )
     return Cut(rebuilt(batch, values), fields, sequence, added)
 
 
@@ -128,17 +138,3 @@ def _padding(values: Mapping[str, Any], fields: Fields) -> tuple[Span, ...] | No
             )
         runs.append(run)
     return None if set(runs) == {(0, fields.length)} else tuple(runs)
-
-
-def _check_documents(values: Mapping[str, Any], fields: Fields, documents: str) -> None:
-    """Positions that start anew mean packed documents: say so, do not let them mix silently."""
-    positions = values.get("position_ids")
-    if documents != "auto" or positions is None or "position_ids" not in fields.dims:
-        return
-    ids = positions.movedim(fields.dims["position_ids"], -1)
-    if bool((ids.diff(dim=-1) < 0).any()):
-        raise BatchError(
-            "position_ids start anew within a row, so the row holds several packed documents, and "
-            "nobody said whether they may attend to each other; documents='none' lets them, or "
-            "pass one document per row"
-        )

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_cp import attention, loss
+from lightning_cp.functional import operators
 
 
 class _Inside(TorchDispatchMode):
@@ -23,6 +24,12 @@ class _Inside(TorchDispatchMode):
         torch.ops.lightning_cp.attention_backward.default: attention.backward_implementation,
         torch.ops.lightning_cp.token_sums.default: loss.forward_implementation,
         torch.ops.lightning_cp.token_sums_backward.default: loss.backward_implementation,
+        torch.ops.lightning_cp.element_sums.default: loss.elements_implementation,
+        torch.ops.lightning_cp.element_sums_backward.default: loss.elements_backward_implementation,
+        **{
+            getattr(torch.ops.lightning_cp, name).default: implementation
+            for name, implementation in operators.COMMUNICATING.items()
+        },
     }
 
     def __torch_dispatch__(

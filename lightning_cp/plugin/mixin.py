@@ -17,10 +17,12 @@ from lightning_cp.comm.failure import forget, report
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context, reenter
 from lightning_cp.data.content import content_code
+from lightning_cp.diagnostics.verify import step_of
 from lightning_cp.errors import BatchError, ConfigError, RefusedError
 from lightning_cp.mesh import Mesh, build_mesh
 from lightning_cp.plugin.table import StartTable
 from lightning_cp.topology import Size, Topology
+from lightning_cp.verification import verify
 
 
 class ContextParallelMixin:
@@ -35,6 +37,7 @@ class ContextParallelMixin:
     _shard: Shard | None = None
     _context: Context | None = None
     _table: StartTable | None = None
+    _verified: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -113,6 +116,7 @@ class ContextParallelMixin:
         code = _code(batch)
         whole = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         module = self.lightning_module  # type: ignore[attr-defined]
+        self._verify(whole)
         try:
             self._shard = self._parallel.shard(whole, module=module, stage=self._stage(), code=code)
         except BaseException as error:
@@ -164,6 +168,22 @@ class ContextParallelMixin:
         if self._parallel is not None:
             report(error)
 
+    def _verify(self, whole: Any) -> None:
+        """Compare the first training step with that of one device, where the user asked for it."""
+        stage = self.lightning_module.trainer.state.stage  # type: ignore[attr-defined]
+        wanted = self._config.verify == "first_batch" and not self._verified
+        if not wanted or self._parallel is None or stage != "train":
+            return
+        self._verified = True
+        module = self.lightning_module  # type: ignore[attr-defined]
+
+        def step(batch: Any) -> Any:
+            with self.precision_plugin.train_step_context():  # type: ignore[attr-defined]
+                return step_of(module)(batch)
+
+        first = self._mesh is not None and self._mesh.rank == 0
+        verify(module, whole, parallel=self._parallel, step=step, show=first).raise_if_wrong()
+
     def _stage(self) -> str:
         """Name of the stage with its number of batches, in which peers must agree."""
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
@@ -175,6 +195,18 @@ class ContextParallelMixin:
             "test": "num_test_batches",
         }.get(stage)
         return stage if batches is None else f"{stage} of {getattr(trainer, batches)} batches"
+
+    def _averaged(self, loss: Tensor | None, shard: Shard) -> Tensor | None:
+        """What a step returned, averaged over the group where the user asked for it."""
+        if self._config.loss != "token_mean" or self._parallel is None:
+            return loss
+        if not self.lightning_module.automatic_optimization:  # type: ignore[attr-defined]
+            raise RefusedError(
+                "loss='token_mean' averages the loss that a step returns, but with manual "
+                "optimization the step runs its own backward; make the loss with "
+                "lightning_cp.functional.sequence_mean, or a swapped loss, and use loss='auto'"
+            )
+        return None if loss is None else self._parallel.token_mean(shard, loss)
 
     def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         parallel, shard, self._shard = self._parallel, self._shard, None
@@ -189,7 +221,7 @@ class ContextParallelMixin:
             self._context = shard.context
             with parallel.active(shard):
                 output = step(*args, **kwargs)
-            loss = _loss(output)
+            loss = self._averaged(_loss(output), shard)
             parallel.check(shard, loss)
         except BaseException as error:
             report(error)
@@ -211,7 +243,7 @@ def _loss(output: Any) -> Tensor | None:
 
 
 def _with_loss(output: Any, loss: Tensor | None, context: Context) -> Any:
-    if loss is None or not loss.requires_grad:
+    if loss is None or (loss is _loss(output) and not loss.requires_grad):
         return output
-    entered = reenter(loss, context)
+    entered = reenter(loss, context) if loss.requires_grad else loss
     return {**output, "loss": entered} if isinstance(output, Mapping) else entered

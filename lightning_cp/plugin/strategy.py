@@ -56,12 +56,22 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
             the whole sequence, fewer and larger tiles), or "auto": ring.
         attention_backend: what computes a tile: "sdpa" (torch's fused kernels), "reference" (plain
             maths, quadratic memory), or "auto": sdpa.
-        documents: rows whose position_ids start anew: "auto" refuses them, "none" lets all tokens
-            of a row attend to each other.
+        documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
+            batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
+            each other; "auto" does for models of Hugging Face what that version of transformers
+            does on one device, and refuses positions that start anew for any other model.
+        loss: "auto" expects a loss over the whole sequence, the same on all ranks, which swapped
+            losses are; "token_mean" takes what a step returns for a mean over its own tokens
+            (`(losses * mask).sum() / mask.sum()`) and averages it by the tokens that count: the
+            sum of the batch's loss_mask, else its shift_labels or labels other than -100, else its
+            attention_mask, else all. Needs automatic optimization.
         sequence_dims: sequence dimension by field name of the batch (index of a tuple as a string,
             "" for a bare tensor); None for a field that passes through. Well-known names need no
             declaration.
         pad_to_multiple_of: fill rows with dummy tokens up to a multiple of this.
+        verify: "first_batch" runs the first training batch (at most 512 tokens of every row) with
+            and without context parallelism before anything is trained, prints a table, and stops
+            with the name of the first module that differs; "off".
         process_group_backend: backend of the default process group.
         timeout: how long a collective may wait.
 
@@ -80,9 +90,11 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
         layout: Literal["auto", "contiguous", "zigzag"] = "auto",
         exchange: Literal["auto", "allgather", "ring"] = "auto",
         attention_backend: Literal["auto", "reference", "sdpa"] = "auto",
-        documents: Literal["auto", "none"] = "auto",
+        documents: Literal["auto", "position_ids", "none"] = "auto",
+        loss: Literal["auto", "token_mean"] = "auto",
         sequence_dims: dict[str, int | None] | None = None,
         pad_to_multiple_of: int | None = None,
+        verify: Literal["off", "first_batch"] = "off",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -96,8 +108,10 @@ class ContextParallelStrategy(ContextParallelMixin, ParallelStrategy):
             exchange=exchange,
             attention_backend=attention_backend,
             documents=documents,
+            loss=loss,
             sequence_dims=sequence_dims,
             pad_to_multiple_of=pad_to_multiple_of,
+            verify=verify,
         )
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout

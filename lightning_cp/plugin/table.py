@@ -5,6 +5,7 @@ from rich.table import Table
 
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
+from lightning_cp.context import Sequence
 from lightning_cp.mesh import Mesh
 
 
@@ -44,12 +45,23 @@ class StartTable:
             ("fields added", ", ".join(shard.cut.added) or "none"),
             ("tokens per rank", ", ".join(map(str, layout.sizes))),
             ("dummy tokens per row", str(dummies)),
-            ("documents", f"one per row (documents={config.documents!r})"),
+            ("documents", f"{_documents(sequence)} (documents={config.documents!r})"),
             ("layout", _resolved(config.layout, shard.layout)),
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
             ("attention kernel", _resolved(config.attention_backend, "sdpa")),
-            ("loss", "mean or sum over the tokens of the whole group, equal on its ranks"),
+            ("loss", LOSSES[config.loss]),
         ]
+
+
+LOSSES = {
+    "auto": "mean or sum over the tokens of the whole group, equal on its ranks",
+    "token_mean": "the step's means over local tokens, averaged by the tokens that count",
+}
+"""What is said of the choices of `loss`."""
+
+
+def _documents(sequence: Sequence) -> str:
+    return "one per row" if sequence.documents is None else "by position_ids, kept apart"
 
 
 def _resolved(given: str, used: str) -> str:

@@ -1,11 +1,22 @@
 """Every private name of torch that swapping needs, in one place; a test pins them."""
 
+import warnings
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
+from torch.nested._internal import ops as jagged
+from torch.nn import _reduction
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+JAGGED = jagged, "jagged_scaled_dot_product_attention"
+"""What computes attention over jagged tensors, before any dispatch."""
+
+VMAP = "FuncTorchVmapMode"
+"""Dispatch key at which every call within `vmap` passes; torch has kernels of its own there."""
 
 OPERATORS = ("scaled_dot_product_attention", "cross_entropy_loss", "nll_loss_nd")
 """Composite operators of aten that are overridden."""
@@ -28,6 +39,11 @@ def keys(device_type: str) -> tuple[str, str]:
     return f"Autograd{backend}", backend
 
 
+def nested_keys(device_type: str) -> tuple[str, str]:
+    """Dispatch keys of calls on nested tensors, with and without autograd."""
+    return "AutogradNestedTensor", f"NestedTensor{keys(device_type)[1]}"
+
+
 def has_override(name: str, key: str) -> bool:
     """Whether somebody registered a kernel of a composite operator at a dispatch key."""
     found: bool = torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
@@ -37,17 +53,25 @@ def has_override(name: str, key: str) -> bool:
 def override(name: str, key: str, kernel: Callable[..., Tensor]) -> Callable[[], None]:
     """Register a kernel at a dispatch key; returns what removes it again."""
     library = torch.library.Library("aten", "IMPL")
-    library.impl(name, kernel, key)
+    with warnings.catch_warnings():  # where torch has a kernel, which comes back with removal
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        library.impl(name, kernel, key)
     return library._destroy
 
 
 def replace_function(
-    name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+    name: str,
+    make: Callable[[Callable[..., Any]], Callable[..., Any]],
+    module: ModuleType = torch.nn.functional,
 ) -> Callable[[], None]:
-    """Replace a function of `torch.nn.functional`; returns what puts the original back."""
-    before = getattr(torch.nn.functional, name)
-    setattr(torch.nn.functional, name, make(before))
-    return lambda: setattr(torch.nn.functional, name, before)
+    """Replace a function, of `torch.nn.functional` if not told otherwise.
+
+    Returns:
+        What puts the original back.
+    """
+    before = getattr(module, name)
+    setattr(module, name, make(before))
+    return lambda: setattr(module, name, before)
 
 
 def forget_compiled(name: str) -> None:
@@ -58,3 +82,13 @@ def forget_compiled(name: str) -> None:
 def is_tracing(*tensors: Tensor) -> bool:
     """Whether the tensors belong to a compiler's trace: what is emitted now runs later."""
     return detect_fake_mode(list(tensors)) is not None
+
+
+def legacy_reduction(size_average: bool | None, reduce: bool | None) -> str:
+    """The reduction that deprecated arguments of a loss mean, with torch's warning."""
+    return _reduction.legacy_get_string(size_average, reduce)
+
+
+def is_wrapper(tensor: Tensor) -> bool:
+    """Whether a tensor stands for others (DTensor, jagged) without data of its own."""
+    return is_traceable_wrapper_subclass(tensor)

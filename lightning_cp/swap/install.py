@@ -16,12 +16,16 @@ import torch
 import torch._dynamo
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.swap import losses, sdpa
+from lightning_cp.swap import functions, losses, multihead, sdpa
 from lightning_cp.swap._torch import (
+    JAGGED,
     OPERATORS,
+    VMAP,
     forget_compiled,
     has_override,
     keys,
+    nested_keys,
+    original,
     override,
     replace_function,
 )
@@ -31,7 +35,10 @@ KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "cross_entropy_loss": losses.cross_entropy_loss,
     "nll_loss_nd": losses.nll_loss_nd,
 }
-FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {}
+FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "multi_head_attention_forward": multihead.multi_head_attention_forward,
+    **functions.LOSSES,
+}
 """Functions of `torch.nn.functional`, each with what makes its replacement from the original."""
 
 CACHE_TAG = "lightning_cp"
@@ -63,11 +70,22 @@ class Installation:
             self._removers.append(override(name, key, KERNELS[name]))
         for name, make in FUNCTIONS.items():
             self._removers.append(replace_function(name, make))
+        self._refuse_unseen(device_types)
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         self._tag = torch.compiler.config.cache_key_tag
         torch.backends.mha.set_fastpath_enabled(False)
         torch.compiler.config.cache_key_tag = f"{self._tag}{CACHE_TAG}"
         _forget()
+
+    def _refuse_unseen(self, device_types: Iterable[str]) -> None:
+        """Attention that never gets to the overrides: within vmap, and over nested tensors."""
+        name = "scaled_dot_product_attention"
+        vmapped, nested = sdpa.only_outside(sdpa.VMAPPED), sdpa.only_outside(sdpa.NESTED)
+        self._removers.append(override(name, VMAP, vmapped(original(name))))
+        for key in dict.fromkeys(key for kind in device_types for key in nested_keys(kind)):
+            self._removers.append(override(name, key, nested(original(name))))
+        module, function = JAGGED
+        self._removers.append(replace_function(function, nested, module))
 
     def remove(self) -> None:
         """Put everything back; calling it again does nothing."""

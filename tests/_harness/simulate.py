@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from lightning_cp.layout import LAYOUTS, Layout
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Documents, Mask
 from lightning_cp.plan import Plan, Tile, Transfer
 from lightning_cp.spans import Span, Spans
 
@@ -191,12 +191,16 @@ def dense(mask: Mask, shape: tuple[int, int, int]) -> Bools:
     seen = (q < mask.q_length) & (k < mask.kv_length)
     if mask.is_causal:
         seen &= q >= k
-    if mask.documents is not None:
-        ids = np.repeat(np.arange(len(mask.documents) - 1), np.diff(mask.documents))
-        seen[: ids.size, : ids.size] &= ids[:, None] == ids[None, :]
-    if not mask.keys:
-        return np.broadcast_to(seen, shape)
-    return np.stack([seen & (start <= k) & (k < stop) for start, stop in mask.keys])
+    found = np.stack([seen] * shape[0])
+    for row in range(shape[0]):
+        edges = mask.documents or ()
+        own = edges[row] if edges and isinstance(edges[0], tuple) else edges
+        ids = np.repeat(np.arange(len(own) - 1), np.diff(own)) if own else np.zeros(0, np.int64)
+        found[row, : ids.size, : ids.size] &= ids[:, None] == ids[None, :]
+        if mask.keys:
+            start, stop = mask.keys[row]
+            found[row] &= (start <= k) & (k < stop)
+    return found
 
 
 def spans_within(length: int) -> st.SearchStrategy[Span]:
@@ -207,15 +211,20 @@ def spans_within(length: int) -> st.SearchStrategy[Span]:
 
 @st.composite
 def masks(draw: st.DrawFn, *, max_length: int = 40, max_batch: int = 3) -> Mask:
-    """Causal or full; documents or another number of keys; visible keys per batch row."""
+    """Causal or full; documents of all rows or of each, or another number of keys; visible keys
+    per batch row."""
     q_length = draw(st.integers(0, max_length))
-    kind = draw(st.sampled_from(["plain", "documents", "cross"]))
+    kind = draw(st.sampled_from(["plain", "documents", "documents per row", "cross"]))
+    batch = draw(st.integers(1, max_batch))
     kv_length = draw(st.integers(0, max_length)) if kind == "cross" else q_length
-    documents = None
+    inner = st.lists(st.integers(0, q_length), max_size=6).map(sorted)
+    edges = inner.map(lambda inside: (0, *inside, q_length))
+    documents: Documents | None = None
     if kind == "documents":
-        inner = draw(st.lists(st.integers(0, q_length), max_size=6).map(sorted))
-        documents = (0, *inner, q_length)
-    rows = st.lists(spans_within(kv_length), min_size=1, max_size=max_batch).map(tuple)
+        documents = draw(edges)
+    elif kind == "documents per row":
+        documents = tuple(draw(st.lists(edges, min_size=batch, max_size=batch)))
+    rows = st.lists(spans_within(kv_length), min_size=batch, max_size=batch).map(tuple)
     return Mask(q_length, kv_length, draw(st.booleans()), documents, draw(st.none() | rows))
 
 

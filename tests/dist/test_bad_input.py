@@ -103,6 +103,21 @@ class Eager(LanguageModel):
         self.net.blocks = nn.ModuleList([EagerAttention()])
 
 
+class IdleAttention(nn.Module):
+    """Says that it attends, and does not."""
+
+    def forward(self, x: Tensor, mask: None) -> Tensor:
+        return x
+
+
+class Idle(LanguageModel):
+    """Looks at one token at a time."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__(case)
+        self.net.blocks = nn.ModuleList([IdleAttention()])
+
+
 class Failing(LanguageModel):
     """Fails in its second step, on one rank."""
 
@@ -266,7 +281,13 @@ LIST = [
         "the root module (NoAttention): no attention call",
         "scaled_dot_product_attention",
     ),
-    step("eager", Eager, "module 'net.blocks.0' (EagerAttention): no attention call"),
+    step(
+        "eager",
+        Eager,
+        "module 'net.blocks.0' (EagerAttention, test_bad_input.py",
+        "scores of 12 x 12 tokens",
+    ),
+    step("idle-attention", Idle, "module 'net.blocks.0' (IdleAttention): no attention call"),
     Bad("local-mean", "MismatchError", ("loss", "rank 0 has", "rank 1 has"), model=LocalMean),
     Bad(
         "local-mean-later",
@@ -291,8 +312,9 @@ LIST = [
     step(
         "shift-inside",
         Shifting,
-        "22 targets = 2 rows x (12 local tokens - 1)",
-        "shift labels in the dataset",
+        "the root module (Shifting",
+        "a slice without the last of this rank's 12 tokens, a shift along the sequence",
+        "shift in the dataset",
     ),
     step(
         "dense-mask",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from lightning_cp.cli.children import child_environment, single_threads, threads_each
 from lightning_cp.cli.demo.data import Windows, source_text
 from lightning_cp.cli.demo.job import Job, RankResult
 from lightning_cp.cli.demo.report import Report
@@ -18,17 +19,6 @@ from lightning_cp.errors import ConfigError, ContextParallelError
 
 SUMMARY = "train a small GPT on a group of processes and on one, and compare the two"
 SEED = 13
-OF_A_LAUNCHER = (
-    "LOCAL_RANK",
-    "NODE_RANK",
-    "GROUP_RANK",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
-"""Variables by which a launcher tells a process its rank; the runs of the demo have their own."""
 
 
 class Options(NamedTuple):
@@ -122,51 +112,18 @@ def _train(
         results=str(results),
     )
     job.save(results / "job.json")
-    threads = _threads(options.devices) if strategy != "auto" else _single_threads(options.devices)
+    threads = (threads_each if strategy != "auto" else single_threads)(options.devices)
     many = f"{devices} process{'es' if devices > 1 else ''}"
     each = f"{threads} thread{'s' if threads > 1 else ''}"
     console.print(f"\n[bold]strategy={strategy!r}[/bold]: {many} of {each}", highlight=False)
     command = [sys.executable, "-m", "lightning_cp.cli.demo.worker", str(results / "job.json")]
-    done = subprocess.run(command, env=_environment(threads), check=False)
+    done = subprocess.run(command, env=child_environment(threads), check=False)
     if done.returncode != 0:
         raise ContextParallelError(
             f"the run with strategy={strategy!r} on {many} ended with exit code "
             f"{done.returncode}; what it printed above says why"
         )
     return [RankResult.load(results, rank) for rank in range(devices)]
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _threads(devices: int) -> int:
-    """Threads of each of several processes: together they use every core once."""
-    return max(_cores() // devices, 1)
-
-
-def _single_threads(devices: int) -> int:
-    """Threads of one process that may use as many cores as `devices` processes do together."""
-    return min(_cores(), devices * _threads(devices))
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """This process's environment without another launcher's ranks, with a number of threads.
-
-    Threads that wait do so without spinning: on a machine with other work, spinning takes the core
-    from the thread that is waited for. Torch's own warnings about sockets are left out: its errors
-    are exceptions anyway.
-    """
-    kept = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
-    return (
-        {"TORCH_CPP_LOG_LEVEL": "ERROR"}
-        | kept
-        | {
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-    )
 
 
 def _draw(report: Report, path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`lightning-cp verify`: a user's model with and without context parallelism."""

@@ -1,0 +1,124 @@
+"""`lightning-cp verify`, the user's side: options, the ranks as child processes, the exit code."""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from lightning_cp.cli.children import child_environment, threads_each
+from lightning_cp.cli.verify.job import Job
+from lightning_cp.config import CHOICES
+from lightning_cp.errors import ConfigError, ContextParallelError, VerificationError
+from lightning_cp.verification import MAX_TOKENS
+
+SUMMARY = "compare a step of a model with and without context parallelism, module by module"
+DIFFERENT = 1
+"""Exit code of a rank that found a difference."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "target",
+        metavar="FILE.py:FUNCTION",
+        help="a function without arguments that returns a module and a whole batch",
+    )
+    parser.add_argument("--ranks", type=int, default=2, help="processes that share each sequence")
+    parser.add_argument(
+        "--max-tokens", type=int, default=MAX_TOKENS, help="tokens of a row that are used"
+    )
+    parser.add_argument("--seed", type=int, default=13, help="seed set before FUNCTION is called")
+    for name in ("layout", "exchange", "documents"):
+        parser.add_argument(
+            f"--{name}", choices=CHOICES[name], default="auto", help=f"the strategy's {name}"
+        )
+    parser.add_argument(
+        "--sequence-dim",
+        action="append",
+        metavar="NAME=DIM",
+        default=[],
+        help="sequence dimension of a field of the batch; may be given again",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Start the ranks, let the first one print its table, and fail where something differs.
+
+    Raises:
+        ConfigError: if an option cannot work.
+        VerificationError: if the step differs with context parallelism.
+        ContextParallelError: if a rank failed; what it printed says why.
+    """
+    check(args)
+    with tempfile.TemporaryDirectory(prefix="lightning-cp-verify-") as work:
+        job = Job(
+            target=args.target,
+            ranks=args.ranks,
+            max_tokens=args.max_tokens,
+            seed=args.seed,
+            options={
+                **{name: getattr(args, name) for name in ("layout", "exchange", "documents")},
+                **({"sequence_dims": dims} if (dims := _dims(args.sequence_dim)) else {}),
+            },
+            result=str(Path(work) / "result.json"),
+        )
+        job.save(Path(work) / "job.json")
+        codes = _run_ranks(Path(work) / "job.json", args.ranks)
+        result = Path(job.result)
+        if set(codes) - {0, DIFFERENT} or not result.exists():
+            raise ContextParallelError(
+                f"the ranks ended with exit codes {codes}; what they printed above says why"
+            )
+        found = json.loads(result.read_text(encoding="utf-8"))
+    if args.json is not None:
+        args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if found["finding"] is not None:
+        raise VerificationError(found["finding"]["text"])
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what cannot work before a process is started.
+
+    Raises:
+        ConfigError: with the option and the way out.
+    """
+    file, _, function = args.target.rpartition(":")
+    if not file or not function.isidentifier():
+        raise ConfigError(
+            f"{args.target!r} names no function; write FILE.py:FUNCTION, a function that returns "
+            f"a module and a batch"
+        )
+    if not Path(file).is_file():
+        raise ConfigError(f"there is no file {file!r}; write the path of a Python file")
+    if args.ranks < 2:
+        raise ConfigError(f"--ranks {args.ranks} is less than 2, so there is nothing to compare")
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens {args.max_tokens} is less than 1; choose 1 or more")
+    _dims(args.sequence_dim)
+
+
+def _dims(given: list[str]) -> dict[str, int]:
+    found = {}
+    for text in given:
+        name, _, dim = text.rpartition("=")
+        if not name or not dim.lstrip("-").isdigit():
+            raise ConfigError(
+                f"--sequence-dim {text!r} is not NAME=DIM; write for example tokens=1"
+            )
+        found[name] = int(dim)
+    return found
+
+
+def _run_ranks(job: Path, ranks: int) -> list[int]:
+    environment = child_environment(threads_each(ranks))
+    command = [sys.executable, "-m", "lightning_cp.cli.verify.worker", str(job)]
+    children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks)]
+    try:
+        return [child.wait() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()

@@ -1,0 +1,75 @@
+"""Documents of packed rows, found in the positions of a whole batch."""
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from lightning_cp.data.fields import Fields
+from lightning_cp.errors import BatchError
+from lightning_cp.mask import Documents
+
+
+class DocumentRules(Protocol):
+    """What was declared about documents; see `lightning_cp.data.cut.Rules`."""
+
+    @property
+    def documents(self) -> str: ...
+
+    @property
+    def as_transformers(self) -> bool: ...
+
+
+def find_documents(
+    values: Mapping[str, Any], fields: Fields, rules: DocumentRules
+) -> Documents | None:
+    """Cumulative document lengths of the rows of a whole batch.
+
+    A document begins wherever `position_ids` do not continue by 1. Under "position_ids" that holds
+    for any model. Under "auto" it holds for a model of Hugging Face, and there, as in
+    transformers, only in a batch without `attention_mask`.
+
+    Args:
+        values: the batch by name.
+        fields: its per-token fields.
+        rules: what was declared.
+
+    Returns:
+        Edges that all rows share, or those of every row; None where each row is one document.
+
+    Raises:
+        BatchError: if positions start anew and nobody said what that means, or if documents are
+            declared and the batch has no positions `[B, S]`.
+    """
+    positions = values.get("position_ids")
+    given = isinstance(positions, Tensor) and "position_ids" in fields.dims
+    if rules.documents == "position_ids":
+        if not given or positions.ndim != 2:
+            shape = tuple(positions.shape) if isinstance(positions, Tensor) else None
+            raise BatchError(
+                f"documents='position_ids' needs position_ids of shape [B, S] in the batch, which "
+                f"start anew with every document; got {shape}"
+            )
+        return _edges(positions, fields)
+    if rules.documents != "auto" or not given:
+        return None
+    if rules.as_transformers and positions.ndim == 2:
+        return None if values.get("attention_mask") is not None else _edges(positions, fields)
+    if bool((positions.movedim(fields.dims["position_ids"], -1).diff(dim=-1) < 0).any()):
+        raise BatchError(
+            "position_ids start anew within a row, so the row holds several packed documents, and "
+            "nobody said whether they may attend to each other; documents='position_ids' keeps "
+            "them apart, documents='none' lets them, or pass one document per row"
+        )
+    return None
+
+
+def _edges(positions: Tensor, fields: Fields) -> Documents | None:
+    starts = (positions.diff(dim=1) != 1).cpu()
+    rows = tuple(
+        (0, *(1 + row.nonzero().flatten()).tolist(), fields.length)
+        for row in starts.expand(fields.batch, -1)
+    )
+    if len(set(rows)) > 1:
+        return rows
+    return None if len(rows[0]) == 2 else rows[0]

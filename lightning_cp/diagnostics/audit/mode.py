@@ -1,0 +1,63 @@
+"""The dispatch mode that looks at every operator of a first forward."""
+
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_cp.compat import in_backward
+from lightning_cp.context import SLOT, Context
+from lightning_cp.diagnostics.audit.call import Call, Finding
+from lightning_cp.diagnostics.audit.collectives import COLLECTIVES, Collectives
+from lightning_cp.diagnostics.audit.origin import line_of_model
+from lightning_cp.diagnostics.audit.rules import RULES
+from lightning_cp.diagnostics.audit.tokens import Tokens
+from lightning_cp.errors import RefusedError
+from lightning_cp.swap.where import caller
+
+
+class Audit(TorchDispatchMode):
+    """Refuses operations on local tokens whose result depends on where the sequence was cut.
+
+    The table of rules is `rules.RULES`; which dimension is the sequence says `tokens.Tokens`. What
+    runs in a backward pass, inside `functional.local()`, inside this package's own operators, and
+    in code of libraries that know of the group, is not looked at. Collectives of the model's own
+    are warned of.
+
+    Args:
+        context: the context of the step.
+
+    Raises:
+        RefusedError: from the offending call, on every rank; names the module and the way out.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._context = context
+        self._tokens = Tokens(context)
+        self._collectives = Collectives(context)
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Compiled code may run, and be compiled, while this mode only looks."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look at one call of an operator, then run it."""
+        kwargs = kwargs or {}
+        packet = func.overloadpacket
+        if packet in RULES and SLOT.current is not None:
+            call = Call(func, args, kwargs, self._tokens)
+            finding = RULES[packet](call)
+            if finding is not None and not in_backward() and line_of_model() is not None:
+                self._refuse(finding)
+        elif packet in COLLECTIVES and SLOT.current is not None and not in_backward():
+            self._collectives.look(Call(func, args, kwargs, self._tokens))
+        return func(*args, **kwargs)
+
+    def _refuse(self, finding: Finding) -> None:
+        raise RefusedError(
+            f"{caller(self._context)}: {finding.what}; {finding.way_out}, or wrap it in "
+            f"lightning_cp.functional.local() if it is meant for this rank's tokens alone"
+        )

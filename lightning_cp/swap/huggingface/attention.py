@@ -1,0 +1,281 @@
+"""What stands in for the attention and mask functions of transformers in an active context.
+
+Legend: B batch, H query heads, K key heads, S local tokens, D head size.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_cp.comm.reduce import max_
+from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.errors import RefusedError
+from lightning_cp.mask import Mask
+from lightning_cp.swap.where import caller
+
+CAUSAL, FULL = "causal", "bidirectional"
+BASES = {"causal_mask_function": CAUSAL, "bidirectional_mask_function": FULL}
+COMBINED = ("and_masks", "or_masks")
+WINDOWS = ("sliding_window", "chunk_size")
+REFUSED = {
+    "softcap": "a soft cap on the scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "head_mask": "a mask over heads",
+    "indices": "a choice of keys by index",
+    "block_indices": "a choice of keys by block",
+}
+"""Arguments of an attention function that change its result, with what they are."""
+
+
+@dataclass
+class Seen:
+    """What the mask functions of one micro-step were asked for.
+
+    Attributes:
+        kinds: kinds of masks.
+        packed: whether packed documents were looked for since the last mask was made.
+    """
+
+    kinds: set[str] = field(default_factory=set)
+    packed: bool = False
+
+
+class Attention:
+    """Attention of a whole sequence in place of transformers' functions; no mask is ever built."""
+
+    def __init__(self) -> None:
+        self._seen: WeakKeyDictionary[Context, Seen] = WeakKeyDictionary()
+
+    def attention(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention with the signature of transformers, in an active context.
+
+        Causality is resolved as by its "sdpa" function: `is_causal`, else `module.is_causal`, and
+        none where there is a mask over keys alone. A local length of one has no special meaning.
+
+        Args:
+            module: the attention module.
+            query: `[B, H, S, D]`.
+            key: `[B, K, S, D]`, `H` a multiple of `K`.
+            value: `[B, K, S, D]`.
+            attention_mask: None, or the batch's padding as `[B, S]` or `[B, 1, 1, S]`.
+            dropout: must be 0.
+            scaling: factor on the scores.
+            is_causal: hide keys after the query.
+            kwargs: what else the model passes on; what would change the result is refused.
+
+        Returns:
+            Output `[B, S, H, D]`, and None for the weights, which never exist.
+
+        Raises:
+            RefusedError: for what context parallelism cannot compute.
+        """
+        context = _context()
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        self._refuse(context, causal, query.shape[2], kwargs)
+        if attention_mask is not None and attention_mask.ndim == 2:
+            attention_mask = (attention_mask != 0)[:, None, None, :]
+        elif attention_mask is not None:
+            causal = False
+        out = scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=attention_mask,
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        return out.transpose(1, 2).contiguous(), None
+
+    def mask(
+        self,
+        *args: Any,
+        mask_function: Callable[..., Any] | None = None,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """In place of a function that builds a mask: checks what is asked for, and builds none.
+
+        Raises:
+            RefusedError: if the mask is more than causality, padding and the batch's documents.
+        """
+        context = _context()
+        size = kwargs.get("kv_length", 0)
+        sequence = _sequence(context, size)
+        kinds = _kinds(context, mask_function, sequence.length)
+        seen = self._seen_of(context)
+        seen.kinds |= kinds
+        packed, seen.packed = seen.packed, False
+        isolates = sequence.as_transformers and sequence.documents is not None
+        if isolates and not packed and CAUSAL in kinds:
+            raise RefusedError(
+                f"{caller(context)}: the position_ids of the batch start anew within a row, and "
+                f"transformers keeps such documents apart only if position_ids are passed to the "
+                f"model, no attention_mask is, and no cache is made (use_cache=False in the call "
+                f"or in the config); on one device this call would let documents attend to each "
+                f"other. Say documents='position_ids' to keep them apart whatever the call, or "
+                f"documents='none' to let them"
+            )
+        _check_padding(context, sequence, attention_mask)
+
+    def packed(self, position_ids: Tensor) -> None:
+        """In place of the function that looks for packed documents: the context knows them.
+
+        Args:
+            position_ids: `[B, S]` or `[1, S]`, as the model got them.
+
+        Raises:
+            RefusedError: if these positions tell of other documents than the batch's.
+        """
+        context = _context()
+        sequence = _sequence(context, position_ids.shape[-1])
+        self._seen_of(context).packed = True
+        if not sequence.as_transformers or torch.compiler.is_compiling():
+            return
+        with SLOT.suspend():
+            wrong = _starts_differ(sequence, context.rank, position_ids.detach().cpu())
+        if _anywhere(context, wrong):
+            raise RefusedError(
+                f"{caller(context)}: the position_ids of this call start anew in other places than "
+                f"those of the batch, from which every rank takes the documents; put them into the "
+                f"batch as 'position_ids' [B, S] and pass them on unchanged, without an "
+                f"attention_mask in the batch, or say documents='position_ids' or 'none'"
+            )
+
+    def _seen_of(self, context: Context) -> Seen:
+        return self._seen.setdefault(context, Seen())
+
+    def _refuse(self, context: Context, causal: bool, size: int, kwargs: dict[str, Any]) -> None:
+        for name, what in REFUSED.items():
+            if kwargs.get(name) is not None:
+                raise RefusedError(
+                    f"{caller(context)}: {what} ({name}) is not supported under context parallelism"
+                )
+        if kwargs.get("output_attentions"):
+            raise RefusedError(
+                f"{caller(context)}: output_attentions=True asks for weights of every query and "
+                f"key, which never exist in one place; leave it off"
+            )
+        if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+            raise RefusedError(
+                f"{caller(context)}: cu_seq_lens_q and cu_seq_lens_k are not supported; put "
+                f"position_ids that start anew with every document into the batch, and say "
+                f"documents='position_ids'"
+            )
+        _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
+        kinds = self._seen_of(context).kinds
+        if len(kinds) == 1 and kinds != {CAUSAL if causal else FULL}:
+            raise RefusedError(
+                f"{caller(context)}: the model made a {kinds.pop()} mask, but this attention says "
+                f"is_causal={causal}; without a mask the two must agree, set is_causal of the "
+                f"attention module"
+            )
+
+
+def _context() -> Context:
+    context = SLOT.current
+    if context is None:
+        raise RuntimeError("only what runs in an active context comes here")
+    return context
+
+
+def _sequence(context: Context, size: int) -> Sequence:
+    try:
+        return context.sequence_of(size)
+    except RefusedError as error:
+        raise RefusedError(f"{caller(context)}: {error}") from error
+
+
+def _kinds(context: Context, function: Callable[..., Any] | None, length: int) -> set[str]:
+    """Kinds of the functions that a mask function is made of; refuses those it does not know."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    if name in BASES:
+        return {BASES[name]}
+    inner = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    maker = name.split(".")[0]
+    if maker in COMBINED:
+        parts = inner.get("mask_functions", ())
+        return {kind for part in parts for kind in _kinds(context, part, length)}
+    windows = [inner[name] for name in WINDOWS if name in inner]
+    if not windows:
+        raise RefusedError(
+            f"{caller(context)}: a mask of a kind of its own ({name}); context parallelism knows "
+            f"causal and bidirectional attention, padding and documents"
+        )
+    for window in windows:
+        _check_window(context, window, length)
+    return set()
+
+
+def _check_window(context: Context, window: int | None, length: int) -> None:
+    if window is not None and window < length:
+        raise RefusedError(
+            f"{caller(context)}: a window of {window} tokens in sequences of {length} tokens; "
+            f"windows are not supported yet, so a window must be as long as the sequence: turn "
+            f"sliding windows off in the model's config, or pass shorter rows"
+        )
+
+
+def _check_padding(context: Context, sequence: Sequence, given: Tensor | None) -> None:
+    """The padding that the model was given must be what was found in the whole batch."""
+    if torch.compiler.is_compiling():
+        return
+    if given is None:
+        if sequence.keys is not None:
+            raise RefusedError(
+                f"{caller(context)}: the batch has an 'attention_mask' with padding, but the model "
+                f"was called without it; pass it to the model, or leave it out of the batch if "
+                f"padding is to be attended"
+            )
+        return
+    with SLOT.suspend():
+        real = sequence.real(context.rank)
+        visible = sequence.visible_keys(context.rank)
+        equal = given.shape == visible.shape and bool(
+            torch.equal((given != 0).cpu()[:, real], visible[:, real])
+        )
+    if _anywhere(context, not equal):
+        raise RefusedError(
+            f"{caller(context)}: the attention_mask of shape {tuple(given.shape)} that the model "
+            f"was called with is not the padding of this batch; pass the padding as the batch's "
+            f"'attention_mask' [B, S], from which every rank takes it"
+        )
+
+
+def _anywhere(context: Context, wrong: bool) -> bool:
+    """Whether something is wrong on any rank, so that all refuse alike; on this one later on."""
+    if not context.compare_calls or context.world == 1:
+        return wrong
+    with SLOT.suspend():
+        return bool(max_(torch.tensor([float(wrong)]), group=context.meta))
+
+
+def _starts_differ(sequence: Sequence, rank: int, position_ids: Tensor) -> bool:
+    """Whether positions of a rank's tokens start anew elsewhere than the documents do."""
+    own = sequence.layout.positions(rank)
+    mask = Mask(sequence.length, sequence.length, documents=sequence.documents)
+    edges = [mask.edges(row) for row in range(sequence.batch)]
+    expected = torch.stack([torch.isin(own[1:], torch.tensor(row)) for row in edges])
+    found = position_ids.diff(dim=-1) != 1
+    neighbours = (own.diff() == 1) & (own[1:] < sequence.length)
+    return bool(((found != expected) & neighbours).any())

@@ -1,0 +1,144 @@
+"""Inputs that a model would otherwise make for itself from the local length."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_cp import functional
+from lightning_cp.context import SLOT, Context
+from lightning_cp.errors import RefusedError
+from lightning_cp.swap.huggingface.models import loaded, makes_positions, parameters
+from lightning_cp.swap.where import caller
+
+CACHES = ("past_key_values", "cache", "layer_past")
+SPANS = ("start_positions", "end_positions")
+LIMITS = ("original_max_seq_len", "max_seq_len_cached")
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Pre-hook of a `PreTrainedModel`: in a context, positions are global and no cache is made.
+
+    Where the forward takes `position_ids` or `cache_position` and the caller gave none, they are
+    the global positions of the local tokens, `[1, S_local]` and `[S_local]`. Token types that a
+    model of BERT's kind looks up in a table of its own are looked up there by global position.
+
+    Args:
+        module: the model.
+        args: positional arguments of the call.
+        kwargs: its other arguments.
+
+    Returns:
+        The arguments of the call, None where nothing changes.
+
+    Raises:
+        RefusedError: for a call that would be wrong on a part of the sequence.
+    """
+    context = SLOT.current
+    if context is None:
+        return None
+    names = parameters(type(module))
+    given = dict(zip(names, args, strict=False)) | kwargs
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    _refuse(context, module, given, tokens)
+    if not isinstance(tokens, Tensor):
+        return None
+    size = tokens.shape[1]
+    positions = functional.positions(size, device=tokens.device)
+    fills: dict[str, Any] = {"cache_position": positions}
+    if not makes_positions(type(module)):
+        fills["position_ids"] = positions.unsqueeze(0)
+    table = getattr(getattr(module, "embeddings", None), "token_type_ids", None)
+    if isinstance(table, Tensor):
+        fills["token_type_ids"] = table[:, positions].expand(tokens.shape[0], -1)
+    if not _decides(context, size):
+        fills["use_cache"] = False
+    filled = list(args)
+    for name, value in fills.items():
+        if name not in names or given.get(name) is not None:
+            continue
+        if names.index(name) < len(filled):
+            filled[names.index(name)] = value
+        else:
+            kwargs = {**kwargs, name: value}
+    return tuple(filled), kwargs
+
+
+def pool_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Pre-hook of a pooler: `[B, S_local, H]` becomes the first token of every row, `[B, 1, H]`.
+
+    Every rank gets the same token; the gradient goes back to the rank that holds it.
+    """
+    if SLOT.current is None:
+        return None
+    hidden = args[0] if args else kwargs["hidden_states"]
+    first = functional.positions(hidden.shape[1], device=hidden.device) == 0
+    chosen = torch.where(first[None, :, None], hidden, 0)
+    found = functional.sequence_sum(chosen, dim=1, keepdim=True)
+    return ((found, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": found})
+
+
+def refuse_rescaling(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Pre-hook of a rotary embedding whose frequencies depend on the longest row of a call.
+
+    Raises:
+        RefusedError: if the sequence is so long that they would change: ranks would disagree.
+    """
+    context = SLOT.current
+    if context is None:
+        return
+    limits = [int(getattr(module, name)) for name in LIMITS if hasattr(module, name)]
+    longest = max(sequence.length for sequence in context.sequences.values())
+    if limits and longest > min(limits):
+        raise RefusedError(
+            f"{caller(context)}: rotary embeddings of type {getattr(module, 'rope_type', '')!r} "
+            f"change their frequencies past {min(limits)} tokens, and a rank sees only its own of "
+            f"{longest}; use a type with fixed frequencies (linear, yarn, llama3)"
+        )
+
+
+def _decides(context: Context, size: int) -> bool:
+    """Whether the model's own choice about a cache decides if documents are kept apart."""
+    found = [s for s in context.sequences.values() if s.layout.size(context.rank) == size]
+    return any(s.as_transformers and s.documents is not None for s in found)
+
+
+def _refuse(context: Context, module: nn.Module, given: dict[str, Any], tokens: Any) -> None:
+    config = getattr(module, "config", None)
+    wrong = ""
+    if getattr(config, "is_encoder_decoder", False):
+        wrong = (
+            "an encoder-decoder holds two sequences, and a batch with more than one sequence is "
+            "not supported yet"
+        )
+    elif any(given.get(name) is not None for name in CACHES):
+        wrong = (
+            "a cache holds keys of whole sequences, and this rank has a part of one; generate in "
+            "functional.local(), on whole rows"
+        )
+    elif any(given.get(name) is not None for name in SPANS):
+        wrong = (
+            "start_positions and end_positions choose among the tokens of the whole row, and this "
+            "rank has a part of them; compute that loss on functional.gather_sequence(logits)"
+        )
+    elif isinstance(tokens, Tensor) and tokens.ndim != 2 + (given.get("input_ids") is None):
+        wrong = (
+            f"tokens of shape {tuple(tokens.shape)}; pass input_ids [B, S] or inputs_embeds "
+            f"[B, S, H], with choices folded into the batch"
+        )
+    elif _is_eager(config):
+        wrong = (
+            "this version of transformers does not let eager attention be replaced; load the "
+            "model with attn_implementation='sdpa'"
+        )
+    if wrong:
+        raise RefusedError(f"{caller(context)}: {wrong}")
+
+
+def _is_eager(config: Any) -> bool:
+    utils = loaded("modeling_utils")
+    eager = getattr(config, "_attn_implementation", None) == "eager"
+    return eager and utils is not None and not hasattr(utils.AttentionInterface, "get_interface")

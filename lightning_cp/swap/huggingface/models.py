@@ -1,0 +1,66 @@
+"""Which modules are models of transformers, and what their code says about them."""
+
+import inspect
+import re
+import sys
+from functools import lru_cache
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+COUNTED = re.compile(r"cumsum\(\s*(attention_)?mask\b|attention_mask(\.\w+\(\))*\.cumsum")
+"""Code that counts positions from a mask, as RoBERTa and OPT do."""
+
+
+def loaded(name: str) -> ModuleType | None:
+    """A module of transformers if this process has imported it."""
+    return sys.modules.get(f"transformers.{name}")
+
+
+def pretrained(module: nn.Module | None) -> list[nn.Module]:
+    """The `PreTrainedModel`s within a module, itself and nested ones included."""
+    utils = loaded("modeling_utils")
+    if utils is None or module is None:
+        return []
+    return [part for part in module.modules() if isinstance(part, utils.PreTrainedModel)]
+
+
+@lru_cache(maxsize=1024)
+def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
+    """Names of the parameters of a class's forward, without `self`."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+@lru_cache(maxsize=1024)
+def makes_positions(kind: type[nn.Module]) -> bool:
+    """Whether a class makes positions of its own where none are given: no plain 0, 1, 2, ...
+
+    Filling in positions would then change the model.
+    """
+    return bool(COUNTED.search(source(kind)))
+
+
+@lru_cache(maxsize=1024)
+def pools_first(kind: type[nn.Module]) -> bool:
+    """Whether a class is a pooler that takes the first token of `[B, S, H]`."""
+    named = kind.__name__.endswith("Pooler") and _of_transformers(kind.__module__)
+    return named and "hidden_states[:, 0]" in source(kind, whole_file=False)
+
+
+def source(kind: type[Any], *, whole_file: bool = True) -> str:
+    """Source of a class, or of the file that it is in; empty where there is none."""
+    place: Any = sys.modules.get(kind.__module__) if whole_file else kind
+    try:
+        return inspect.getsource(place)
+    except (OSError, TypeError):
+        return ""
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function, or what a partial calls, is transformers' own."""
+    return _of_transformers(getattr(function, "func", function).__module__ or "")
+
+
+def _of_transformers(name: str) -> bool:
+    return name == "transformers" or name.startswith("transformers.")
