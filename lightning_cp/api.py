@@ -237,9 +237,7 @@ class ContextParallel:
         return "contiguous" if log is not None and log.attention and not log.causal else "zigzag"
 
     def _traits(self, module: torch.nn.Module | None) -> tuple[bool, bool]:
-        """Whether a module takes positions that are 0, 1, 2, ..., and whether it holds a model of
-        Hugging Face.
-        """
+        """Whether a module takes positions 0, 1, 2, ..., and holds a model of Hugging Face."""
         if module is None:
             return False, False
         if self._taking[0] is not module:
@@ -247,7 +245,7 @@ class ContextParallel:
             takes = any(
                 "position_ids" in inspect.signature(part.forward).parameters
                 for part in module.modules()
-            ) and not any(makes_positions(type(model)) for model in models)
+            ) and not any(makes_positions(model) for model in models)
             self._taking = (module, takes, bool(models))
         return self._taking[1:]
 

@@ -8,7 +8,6 @@ from typing import NamedTuple, cast
 from lightning_cp.errors import BatchError
 from lightning_cp.spans import Span, Spans
 
-
 Edges = tuple[int, ...]
 """Cumulative document lengths of a row: `(0, ..., length)`."""
 
@@ -60,8 +59,8 @@ class Mask:
         own = rows_of(self.documents)
         if own and self.keys and len(own) != len(self.keys):
             raise BatchError(
-                f"documents of {len(own)} batch rows and visible keys of {len(self.keys)}; give one "
-                f"tuple of document edges for every row, or one that all rows share"
+                f"documents of {len(own)} batch rows and visible keys of {len(self.keys)}; give "
+                f"one tuple of document edges for every row, or one that all rows share"
             )
         for row, (start, stop) in enumerate(self.keys or ()):
             if not 0 <= start <= stop <= self.kv_length:
@@ -151,5 +150,5 @@ class Mask:
 def rows_of(documents: Documents | None) -> tuple[Edges, ...]:
     """The edges of every row where rows have their own, else an empty tuple."""
     if documents and isinstance(documents[0], tuple):
-        return cast(tuple[Edges, ...], documents)
+        return documents
     return ()

@@ -20,7 +20,11 @@ quick = settings(deadline=None, max_examples=100)
 
 
 def extents(mask: Mask) -> tuple[int, int, int]:
-    return len(mask.keys or rows_of(mask.documents) or (None,)), mask.q_length + PAST, mask.kv_length + PAST
+    return (
+        len(mask.keys or rows_of(mask.documents) or (None,)),
+        mask.q_length + PAST,
+        mask.kv_length + PAST,
+    )
 
 
 def drawn(rows: str) -> Bools:

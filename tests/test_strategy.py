@@ -32,6 +32,7 @@ OPTIONS: dict[str, Any] = {
     "loss": "token_mean",
     "sequence_dims": {"tokens": 1, "scores": None},
     "pad_to_multiple_of": 8,
+    "verify": "first_batch",
 }
 
 

@@ -41,17 +41,17 @@ def find_documents(
         BatchError: if positions start anew and nobody said what that means, or if documents are
             declared and the batch has no positions `[B, S]`.
     """
-    positions = values.get("position_ids")
-    given = isinstance(positions, Tensor) and "position_ids" in fields.dims
+    found = values.get("position_ids")
+    positions = found if isinstance(found, Tensor) and "position_ids" in fields.dims else None
     if rules.documents == "position_ids":
-        if not given or positions.ndim != 2:
-            shape = tuple(positions.shape) if isinstance(positions, Tensor) else None
+        if positions is None or positions.ndim != 2:
+            shape = tuple(found.shape) if isinstance(found, Tensor) else None
             raise BatchError(
                 f"documents='position_ids' needs position_ids of shape [B, S] in the batch, which "
                 f"start anew with every document; got {shape}"
             )
         return _edges(positions, fields)
-    if rules.documents != "auto" or not given:
+    if rules.documents != "auto" or positions is None:
         return None
     if rules.as_transformers and positions.ndim == 2:
         return None if values.get("attention_mask") is not None else _edges(positions, fields)

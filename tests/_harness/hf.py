@@ -1,7 +1,8 @@
 """Toy models of transformers with random weights, and the ways in which steps call them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -34,7 +35,11 @@ COMMON: dict[str, Any] = {
     "eos_token_id": None,
 }
 GROUPED = {"num_key_value_heads": 2, "attention_bias": True, "tie_word_embeddings": True}
-SILENT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "tie_word_embeddings": True}
+SILENT = {
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "tie_word_embeddings": True,
+}
 
 
 def build(name: str, **options: Any) -> nn.Module:
@@ -95,7 +100,7 @@ class Style(NamedTuple):
 
     batch: Callable[[], Batch]
     call: Callable[[Any, Batch], Any]
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = MappingProxyType({})
     recomputed: bool = False
 
 
@@ -189,7 +194,8 @@ def model_of(name: str, style: Style) -> nn.Module:
     if style.recomputed:
         enable = getattr(model, "activation_checkpointing_enable", None)
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
-    return model
+    found: nn.Module = model
+    return found
 
 
 @contextmanager

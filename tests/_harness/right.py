@@ -148,8 +148,9 @@ class SquareNorms(nn.Module):
         mean, spread = x.mean(-1, keepdim=True), x.var(-1, keepdim=True, unbiased=False)
         by_hand = (x - mean) * (spread + 1e-5).rsqrt() * self.scale
         largest = x.amax(-1, keepdim=True) + x.max(-1).values[..., None] + x.norm(dim=-1)[..., None]
-        mixed = self.norm(x) + self.rms(x) + by_hand + largest
-        return mixed + x.softmax(-1) * x.logsumexp(-1, keepdim=True) + x.sum((-1,), keepdim=True)
+        largest = largest + x.softmax(-1) * x.logsumexp(-1, keepdim=True)
+        mixed: Tensor = self.norm(x) + self.rms(x) + by_hand + largest + x.sum((-1,), keepdim=True)
+        return mixed
 
 
 class Tied(Model):
@@ -256,7 +257,9 @@ class Modulated(Transformer):
     def embed(self, batch: Batch) -> Tensor:
         """`[B, S, C]`."""
         shift, scale = self.condition(batch["time"][:, None]).chunk(2, dim=1)
-        return super().embed(batch) * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+        embedded = super().embed(batch) * (1 + scale.unsqueeze(1))
+        modulated: Tensor = embedded + shift.unsqueeze(1)
+        return modulated
 
 
 class Taught(Model):

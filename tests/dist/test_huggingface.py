@@ -1,7 +1,6 @@
 """Models of transformers, unchanged, on parts of their rows equal themselves on whole rows."""
 
 import pickle
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -130,7 +129,9 @@ def test_packed_rows_are_kept_apart() -> None:
     mixed = alone("llama", hf.CAUSAL["packed"]._replace(options={"use_cache": True}))
     assert abs(kept.loss - mixed.loss) > 1e-3
     style = hf.BIDIRECTIONAL["packed"]
-    whole = style._replace(batch=lambda: {**style.batch(), "attention_mask": torch.ones(2, hf.LENGTH)})
+    whole = style._replace(
+        batch=lambda: {**style.batch(), "attention_mask": torch.ones(2, hf.LENGTH)}
+    )
     assert alone("bert", style).loss == pytest.approx(alone("bert", whole).loss, rel=1e-12)
 
 
@@ -231,19 +232,22 @@ def run_outside(rank: int, world: int) -> None:
         model: Any = hf.build("llama", attn_implementation=implementation).eval()
         style = hf.CAUSAL["padded-right"]
         batch = style.batch()
-        prompt = {"input_ids": hf.tokens(2, 5), "attention_mask": torch.ones(2, 5)}
-        generate: Callable[[], Tensor] = lambda m=model: m.generate(  # noqa: E731
-            **prompt, max_new_tokens=4, do_sample=False, pad_token_id=0
-        )
+        prompt = {
+            "input_ids": hf.tokens(2, 5),
+            "attention_mask": torch.ones(2, 5),
+            "max_new_tokens": 4,
+            "do_sample": False,
+            "pad_token_id": 0,
+        }
         with torch.no_grad():
-            expected, words = model(**batch).logits, generate()
+            expected, words = model(**batch).logits, model.generate(**prompt)
             parallel = started(rank, world)
             try:
                 shard = parallel.shard(batch, module=model)
                 with parallel.active(shard):
                     with functional.local():
                         assert torch.equal(model(**batch).logits, expected), implementation
-                        assert torch.equal(generate(), words), implementation
+                        assert torch.equal(model.generate(**prompt), words), implementation
                     model(**shard.batch)
             finally:
                 parallel.close()

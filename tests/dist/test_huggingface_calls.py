@@ -178,7 +178,10 @@ WRONG = {
         ("'dynamic' change their frequencies past 8 tokens", "of 19"),
     ),
     "positions-from-a-mask": Wrong(
-        tiny("Roberta.ForMaskedLM", pad_token_id=1), hf.plain, ids, ("torch.cumsum over", "position_ids")
+        tiny("Roberta.ForMaskedLM", pad_token_id=1),
+        hf.plain,
+        ids,
+        ("torch.cumsum over", "position_ids"),
     ),
     "last-token": Wrong(
         tiny("Llama.ForSequenceClassification", pad_token_id=0), hf.plain, ids, ("torch.arange",)

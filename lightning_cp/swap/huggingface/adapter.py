@@ -74,7 +74,7 @@ class HuggingFace:
             loss = vars(part).get("_loss_function")
             if loss is not None and shifts(loss):
                 self._set(part, "_loss_function", shifting_globally(loss))
-        elif pools_first(type(part)):
+        elif pools_first(part):
             hook = part.register_forward_pre_hook(pool_first, with_kwargs=True)
             self._undo.append(hook.remove)
         elif any(name in str(getattr(part, "rope_type", "")) for name in RESCALED):

@@ -39,7 +39,7 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     context = SLOT.current
     if context is None:
         return None
-    names = parameters(type(module))
+    names = parameters(module)
     given = dict(zip(names, args, strict=False)) | kwargs
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -49,7 +49,7 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     size = tokens.shape[1]
     positions = functional.positions(size, device=tokens.device)
     fills: dict[str, Any] = {"cache_position": positions}
-    if not makes_positions(type(module)):
+    if not makes_positions(module):
         fills["position_ids"] = positions.unsqueeze(0)
     table = getattr(getattr(module, "embeddings", None), "token_type_ids", None)
     if isinstance(table, Tensor):

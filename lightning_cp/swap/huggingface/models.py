@@ -26,40 +26,45 @@ def pretrained(module: nn.Module | None) -> list[nn.Module]:
     return [part for part in module.modules() if isinstance(part, utils.PreTrainedModel)]
 
 
-@lru_cache(maxsize=1024)
-def parameters(kind: type[nn.Module]) -> tuple[str, ...]:
-    """Names of the parameters of a class's forward, without `self`."""
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def parameters(module: nn.Module) -> tuple[str, ...]:
+    """Names of the parameters of a module's forward, without `self`."""
+    kind: Any = type(module)
+    return _parameters(kind)
 
 
-@lru_cache(maxsize=1024)
-def makes_positions(kind: type[nn.Module]) -> bool:
-    """Whether a class makes positions of its own where none are given: no plain 0, 1, 2, ...
+def makes_positions(module: nn.Module) -> bool:
+    """Whether a model makes positions of its own where none are given: no plain 0, 1, 2, ...
 
     Filling in positions would then change the model.
     """
-    return bool(COUNTED.search(source(kind)))
+    place: Any = sys.modules.get(type(module).__module__)
+    return bool(COUNTED.search(_source(place)))
 
 
-@lru_cache(maxsize=1024)
-def pools_first(kind: type[nn.Module]) -> bool:
-    """Whether a class is a pooler that takes the first token of `[B, S, H]`."""
+def pools_first(module: nn.Module) -> bool:
+    """Whether a module is a pooler that takes the first token of `[B, S, H]`."""
+    kind: Any = type(module)
     named = kind.__name__.endswith("Pooler") and _of_transformers(kind.__module__)
-    return named and "hidden_states[:, 0]" in source(kind, whole_file=False)
-
-
-def source(kind: type[Any], *, whole_file: bool = True) -> str:
-    """Source of a class, or of the file that it is in; empty where there is none."""
-    place: Any = sys.modules.get(kind.__module__) if whole_file else kind
-    try:
-        return inspect.getsource(place)
-    except (OSError, TypeError):
-        return ""
+    return named and "hidden_states[:, 0]" in _source(kind)
 
 
 def is_own(function: Any) -> bool:
     """Whether a function, or what a partial calls, is transformers' own."""
     return _of_transformers(getattr(function, "func", function).__module__ or "")
+
+
+@lru_cache(maxsize=1024)
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+@lru_cache(maxsize=1024)
+def _source(place: Any) -> str:
+    """Source of a class or file; empty where there is none."""
+    try:
+        return inspect.getsource(place)
+    except (OSError, TypeError):
+        return ""
 
 
 def _of_transformers(name: str) -> bool:
