@@ -1,18 +1,21 @@
-"""Checks what a wheel holds: the package with its type marker, the metadata, nothing else."""
+"""Checks what a wheel holds: the package, the module torch loads, metadata, nothing else."""
 
 import sys
 import zipfile
 
 names = zipfile.ZipFile(sys.argv[1]).namelist()
+AUTOLOAD = "_lightning_cp_autoload.py"
 stray = [
     name
     for name in names
-    if name.split("/")[0] != "lightning_cp" and not name.split("/")[0].endswith(".dist-info")
+    if name.split("/")[0] not in ("lightning_cp", AUTOLOAD)
+    and not name.split("/")[0].endswith(".dist-info")
 ]
 missing = [
     end
     for end in (
         "lightning_cp/py.typed",
+        AUTOLOAD,
         ".dist-info/licenses/LICENSE",
         ".dist-info/entry_points.txt",
     )

@@ -3,18 +3,34 @@
 Importing this package registers the strategy `"context_parallel"`.
 """
 
-from lightning_cp import functional
+import typing
+
+from lightning_cp import functional, plugin
 from lightning_cp.api import ContextParallel
 from lightning_cp.attention import attend
+from lightning_cp.data.collate import ContextParallelCollate
+from lightning_cp.data.sampler import ContextParallelSampler
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
-from lightning_cp.plugin import ContextParallelStrategy
 from lightning_cp.verification import verify
+
+if typing.TYPE_CHECKING:
+    from lightning_cp.plugin import ContextParallelStrategy
+else:
+
+    def __getattr__(name: str) -> typing.Any:
+        """`ContextParallelStrategy` of the Lightning in use, which is imported only here."""
+        if name != "ContextParallelStrategy":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return plugin.ContextParallelStrategy
+
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ContextParallel",
+    "ContextParallelCollate",
+    "ContextParallelSampler",
     "ContextParallelStrategy",
     "Layout",
     "Mask",

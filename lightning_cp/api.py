@@ -18,8 +18,9 @@ from lightning_cp.comm.gather import all_gather
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context
 from lightning_cp.data import Cut, cut
-from lightning_cp.data.content import content_code, shapes_of
+from lightning_cp.data.collate import ShardedBatch, Share, sharded
 from lightning_cp.data.cut import Rules
+from lightning_cp.data.outputs import gather_outputs
 from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
@@ -108,7 +109,8 @@ class ContextParallel:
         """Cut this rank's tokens out of a whole batch and start comparing it with the peers.
 
         Args:
-            batch: the whole batch, the same on every rank of the group: dict, tuple or tensor.
+            batch: the whole batch, the same on every rank of the group: dict, dataclass, tuple or
+                tensor, nested or not; or a `ShardedBatch`, which is not cut again.
             module: root module, for names in messages, to see whether it takes positions, and to
                 prepare models of Hugging Face in it.
             stage: the first micro-steps of every stage are watched closely.
@@ -118,24 +120,16 @@ class ContextParallel:
             BatchError: on every rank, if the batch cannot be cut.
             MismatchError: on every rank, if one rank could not cut its batch.
         """
-        layout = self._layout()
         self._huggingface.prepare(module)
-        takes_positions, as_transformers = self._traits(module)
-        rules = Rules(
-            layout=LAYOUTS[layout],
-            sequence_dims=self.config.sequence_dims,
-            takes_positions=takes_positions,
-            documents=self.config.documents,
-            as_transformers=as_transformers,
-            pad_to_multiple_of=self.config.pad_to_multiple_of,
-        )
         step = self._steps[stage]
         self._steps[stage] += 1
         try:
-            part = cut(batch, rules, rank=self.rank, world=self.world)
+            found = batch if isinstance(batch, ShardedBatch) else self._cut(batch, module, code)
+            found.check(rank=self.rank, world=self.world)
         except BatchError as error:
-            self._compare(stage, step, batch, layout, code, str(error))
+            self._compare(stage, step, None, str(error))
             raise
+        part = found.part
         context = Context(
             rank=self.rank,
             world=self.world,
@@ -147,9 +141,32 @@ class ContextParallel:
             compare_calls=step < WATCHED,
             module=weakref.ref(module) if module is not None else None,
         )
-        digest = self._compare(stage, step, batch, layout, code, "")
+        digest = self._compare(stage, step, found, "")
         self._last, self._loss = context, None
-        return Shard(part.batch, context, part, layout, digest, step == 0)
+        return Shard(part.batch, context, part, found.layout, digest, step == 0)
+
+    def share(self, module: torch.nn.Module | None = None) -> Share:
+        """How this rank cuts the next batch, for another process that is to do it.
+
+        Args:
+            module: root module; see `shard`.
+        """
+        layout = self._layout()
+        takes_positions, as_transformers = self._traits(module)
+        rules = Rules(
+            layout=LAYOUTS[layout],
+            sequence_dims=self.config.sequence_dims,
+            takes_positions=takes_positions,
+            documents=self.config.documents,
+            as_transformers=as_transformers,
+            pad_to_multiple_of=self.config.pad_to_multiple_of,
+        )
+        return Share(rules, layout, self.rank, self.world)
+
+    def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
+        share = self.share(module)
+        part = cut(batch, share.rules, rank=self.rank, world=self.world)
+        return sharded(batch, part, share, code=code)
 
     @contextmanager
     def active(self, shard: Shard) -> Iterator[None]:
@@ -229,6 +246,27 @@ class ContextParallel:
         )
         return sequence.layout.unshard(shards, dim=dim).narrow(dim, 0, sequence.length)
 
+    def gather(self, output: Any, shard: Shard) -> Any:
+        """Whole rows of what a step returned, where `predict_gather` says; see `gather_outputs`.
+
+        Args:
+            output: tensors, text and numbers in any container; every rank of the group calls.
+            shard: the shard it was computed from.
+
+        Returns:
+            With "rank0_cpu" the whole output on the CPU of the first rank and None on the others,
+            with "all" the whole output on every rank, with "none" the output as it is.
+
+        Raises:
+            MismatchError: on every rank, if a value that is no part of the sequence differs.
+            RefusedError: on every rank, if it is unclear what an output holds.
+        """
+        if self.config.predict_gather == "none":
+            return output
+        to = 0 if self.config.predict_gather == "rank0_cpu" else None
+        dims = self.config.sequence_dims or {}
+        return gather_outputs(output, shard.context, declared=dims, to=to)
+
     def _layout(self) -> str:
         """The layout of the next batch: even work where attention was causal, else plain runs."""
         if self.config.layout != "auto":
@@ -249,14 +287,13 @@ class ContextParallel:
             self._taking = (module, takes, bool(models))
         return self._taking[1:]
 
-    def _compare(
-        self, stage: str, step: int, batch: Any, layout: str, code: int | None, error: str
-    ) -> Digest:
+    def _compare(self, stage: str, step: int, found: ShardedBatch | None, error: str) -> Digest:
         """Start the one comparison of a micro-step; with an error, finish it too."""
-        shapes = shapes_of(batch) if not error else ""
+        shapes = found.shapes if found is not None else ""
+        contents = found.code if found is not None else 0
+        layout = found.layout if found is not None else self._layout()
         calls = self._last.log.digest if self._last is not None else 0
         loss = float(self._loss) if self._loss is not None else 0.0
-        contents = content_code(batch) if code is None and not error else code or 0
         digest = Digest(
             {
                 "could cut the batch": int(not error),

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -57,3 +58,45 @@ def forward_sync_buffers(sync: bool) -> dict[str, Any]:
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return {name: sync}
+
+
+def before_backward(module: Any, loss: torch.Tensor) -> None:
+    """Prepare a sharded root for the backward of a loss that none of its methods has returned."""
+    if loss.requires_grad:
+        loss.register_hook(module._get_fsdp_state()._pre_backward)
+
+
+def free_gathered(module: Any) -> None:
+    """Free the gathered parameters of a sharded module.
+
+    `FSDPModule.reshard` does nothing between the beginning and the end of a root's forward.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        group._to_sharded()
+
+
+def follow_requires_grad(module: Any) -> None:
+    """Let the gathered parameters of a sharded module require gradients as their parts do."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            whole = getattr(parameter, "_unsharded_param", None)
+            if whole is not None:
+                whole.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def reduce_unused(module: Any) -> bool:
+    """Let ranks that did not use a parameter add zeros; returns whether torch can do that.
+
+    Gradients of a sharded module are added up in one buffer: a rank that leaves one out would add
+    those behind it to other parameters'.
+    """
+    can = hasattr(module, "set_reduce_scatter_unused_params")
+    if can:
+        module.set_reduce_scatter_unused_params(True)
+    return can
+
+
+def unflattened(values: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:
+    """Nested containers of the values of a distributed checkpoint, given the place of every key."""
+    nested: dict[str, Any] = unflatten_state_dict(values, places)
+    return nested

@@ -13,6 +13,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
     "loss": ("auto", "token_mean"),
+    "data": ("check", "broadcast"),
+    "predict_gather": ("rank0_cpu", "all", "none"),
 }
 """Allowed values of the options that name something."""
 
@@ -33,6 +35,11 @@ class Config:
             every rank; "token_mean", a mean over local tokens that is still to be averaged.
         sequence_dims: sequence dimension by field name (index of a tuple, as a string).
         pad_to_multiple_of: dummy tokens fill a row up to a multiple of this.
+        data: "check": every rank reads the batches, and they are compared; "broadcast": the first
+            rank of a group reads them for the others.
+        predict_gather: who gets whole rows of predictions: "rank0_cpu", the first rank of a group;
+            "all"; or "none", every rank keeps its part.
+        zero_stage: 0, every rank holds all parameters; 3, every rank of the job holds a part.
         verify: "first_batch" compares the first training step with that of one device; "off".
 
     Raises:
@@ -46,13 +53,21 @@ class Config:
     loss: str = "auto"
     sequence_dims: Mapping[str, int | None] | None = None
     pad_to_multiple_of: int | None = None
+    zero_stage: int = 0
     verify: str = "off"
+    data: str = "check"
+    predict_gather: str = "rank0_cpu"
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 3):
+            raise ConfigError(
+                f"zero_stage={self.zero_stage!r}: use 0 (every rank holds all parameters) or 3 "
+                f"(every rank holds a part of each); 1 and 2 are not available yet"
+            )
         multiple = self.pad_to_multiple_of
         if multiple is not None and not (_is_integer(multiple) and multiple > 0):
             raise ConfigError(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_cp.topology import Coordinates, Topology
 
@@ -20,6 +21,7 @@ class Mesh:
         cp: keys, values and their gradients travel here; also the sums of the loss.
         meta: gloo on the CPU: digests and error reports.
         grad: gradient all-reduces over every rank.
+        dp: one rank of every virtual device: logged values and metrics.
     """
 
     topology: Topology
@@ -27,6 +29,7 @@ class Mesh:
     cp: Any
     meta: Any
     grad: Any
+    dp: Any
 
     @property
     def coordinates(self) -> Coordinates:
@@ -35,7 +38,7 @@ class Mesh:
 
     def close(self) -> None:
         """Give the groups back: their threads and files."""
-        for group in (self.cp, self.meta, self.grad):
+        for group in (self.cp, self.meta, self.grad, self.dp):
             dist.destroy_process_group(group)
 
 
@@ -65,8 +68,33 @@ def build_mesh(
         cp=own(topology.cp_groups(), None),
         meta=own(topology.cp_groups(), "gloo"),
         grad=own((tuple(range(topology.world)),), None),
+        dp=own(topology.dp_groups(), None),
     )
     if device.type != "cpu":
-        for group in (mesh.cp, mesh.grad):
+        for group in (mesh.cp, mesh.grad, mesh.dp):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return mesh
+
+
+def parameter_mesh(
+    topology: Topology, *, device: torch.device, timeout: timedelta | None = None
+) -> DeviceMesh:
+    """Make the group of the role `param`: gathers of parameters and sums of their gradients.
+
+    It holds every rank of the job and is a group of its own. Sharded parameters need it for as long
+    as they exist, so it is not part of `Mesh`, which is closed at the end of a run.
+
+    Args:
+        topology: sizes of the axes.
+        device: device of this rank's parameters.
+        timeout: how long a collective may wait, torch's default where None.
+
+    Returns:
+        A mesh of one dimension, named after the group: torch takes meshes with equal names and
+        ranks for one, and would then use the group of the first.
+    """
+    group = dist.new_group(list(range(topology.world)), timeout)
+    if device.type != "cpu":
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+    name = f"param_{group.group_name}"
+    return DeviceMesh.from_group(group, device.type, mesh_dim_names=(name,))

@@ -90,3 +90,7 @@ class Topology:
         return tuple(
             tuple(range(first, first + self.cp)) for first in range(0, self.world, self.cp)
         )
+
+    def dp_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Global ranks with one index on the context axis, in the order of that axis."""
+        return tuple(tuple(range(first, self.world, self.cp)) for first in range(self.cp))

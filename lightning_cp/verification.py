@@ -1,7 +1,8 @@
 """`verify`: run one step with and without context parallelism and say where they part."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -19,6 +20,7 @@ from lightning_cp.compat import default_world
 from lightning_cp.context import SLOT
 from lightning_cp.data import find_fields
 from lightning_cp.data.containers import items, rebuilt
+from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.diagnostics.verify import Report, Run, judge, run, step_of, unchanged
 from lightning_cp.diagnostics.verify.snapshot import (
@@ -31,7 +33,10 @@ from lightning_cp.errors import (
     ContextParallelError,
     ContextParallelWarning,
     MismatchError,
+    RefusedError,
 )
+from lightning_cp.fsdp import is_sharded
+from lightning_cp.logs import Logged, reduced_of
 from lightning_cp.mesh import build_mesh
 from lightning_cp.topology import Topology
 
@@ -106,6 +111,7 @@ def _verify(
         with unchanged(module):
             several = _run_on(shard, module, step, parallel)
         several.attention = shard.context.log.attention
+        several.logs = _together(several.logs, shard, parallel)
         with unchanged(module):
             audited = _audit(shard, module, step)
     facts = {
@@ -136,7 +142,7 @@ def shortened(batch: Any, parallel: ContextParallel, max_tokens: int) -> tuple[A
     if fields.length <= max_tokens:
         return batch, str(fields.length)
     values = items(batch)
-    mask = values.get("attention_mask")
+    mask = next((values[name] for name in fields.called("attention_mask")), None)
     left = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all())
     start = fields.length - max_tokens if left else 0
     for name, dim in fields.dims.items():
@@ -176,6 +182,8 @@ def _parallel(module: nn.Module, given: ContextParallel | None) -> Iterator[Cont
 
 def _check_parameters(module: nn.Module, parallel: ContextParallel) -> None:
     """Ranks with other parameters would compute something else on one device already."""
+    if is_sharded(module):
+        return  # there is one of each, in parts
     sums = {name: float(x.detach().double().sum()) for name, x in module.named_parameters()}
     found = gather_objects(sums, group=parallel.meta)
     for name, value in found[0].items():
@@ -203,6 +211,20 @@ def _run_on(
     except BaseException as error:
         report(error)  # peers that wait for this rank can then say why it does not come
         raise
+
+
+def _together(
+    logs: Mapping[str, Logged], shard: Shard, parallel: ContextParallel
+) -> dict[str, Logged]:
+    """What the group logs, of the names that every rank logged."""
+    try:
+        weight = valid_tokens(shard.cut, rank=parallel.rank)
+    except RefusedError:
+        weight = math.nan
+    everyone = gather_objects((dict(logs), weight), group=parallel.meta)
+    common = [name for name in logs if all(name in found for found, _ in everyone)]
+    weights = [each for _, each in everyone]
+    return {name: reduced_of([found[name] for found, _ in everyone], weights) for name in common}
 
 
 def _audit(shard: Shard, module: nn.Module, step: Callable[[Any], Any]) -> list[str]:

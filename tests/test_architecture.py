@@ -28,9 +28,10 @@ MAX_PUBLIC_NAMES = 12
 
 # Functions with more parameters, each with its reason.
 MANY_PARAMETERS = {
-    "ContextParallelStrategy.__init__",  # the user's options: all of them keyword-only and optional
+    "ContextParallelBase.__init__",  # the user's options: all of them keyword-only and optional
 }
-MAY_USE_DISTRIBUTED = ("compat", "mesh", "comm", "plugin", "cli", "diagnostics/trace")
+# fsdp is nothing but a use of torch.distributed.fsdp.
+MAY_USE_DISTRIBUTED = ("compat", "mesh", "comm", "fsdp", "plugin", "cli", "diagnostics/trace")
 MAY_USE_LIGHTNING = ("plugin", "cli")
 MAY_READ_ENVIRONMENT = ("plugin", "cli")
 
@@ -256,8 +257,8 @@ EXAMPLES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
             (ELSEWHERE, "class A:\n    def f(self, a, b, c, d, *, e, f, g, h): ..."),
             (ELSEWHERE, "class A:\n    @override\n    def f(self, a, b, c, d, e, f, g, h, i): ..."),
             (
-                "plugin/strategy.py",
-                "class ContextParallelStrategy:\n"
+                "plugin/base.py",
+                "class ContextParallelBase:\n"
                 "    def __init__(self, a, b, c, d, e, f, g, h, i): ...",
             ),
         ],

@@ -22,12 +22,8 @@ def all_gather(
         rank: rank within the group.
         group: process group; every rank of it calls.
     """
-
-    def shape(size: int) -> list[int]:
-        return [size if index == dim % shard.ndim else n for index, n in enumerate(shard.shape)]
-
     own = shard.contiguous()
-    shards = [own if peer == rank else own.new_empty(shape(n)) for peer, n in enumerate(sizes)]
+    shards = _places(own, sizes, dim=dim, rank=rank)
     peers = [peer for peer in range(len(sizes)) if peer != rank]
     exchange(
         [(peer, own) for peer in peers if own.numel()],
@@ -35,6 +31,39 @@ def all_gather(
         group=group,
     ).wait()
     return shards
+
+
+def gather(
+    shard: Tensor, sizes: Sequence[int], *, dim: int, rank: int, group: Any, to: int
+) -> list[Tensor]:
+    """Every rank's shard on one rank, in rank order; the other ranks get an empty list.
+
+    Args:
+        shard: this rank's tensor; shards differ only in their size at `dim`.
+        sizes: size at `dim` of every rank.
+        dim: the dimension that differs.
+        rank: rank within the group.
+        group: process group; every rank of it calls.
+        to: the rank that gets the shards.
+    """
+    own = shard.contiguous()
+    if rank != to:
+        exchange([(to, own)] if own.numel() else [], [], group=group).wait()
+        return []
+    shards = _places(own, sizes, dim=dim, rank=rank)
+    receives = [(peer, x) for peer, x in enumerate(shards) if peer != rank and x.numel()]
+    exchange([], receives, group=group).wait()
+    return shards
+
+
+def _places(own: Tensor, sizes: Sequence[int], *, dim: int, rank: int) -> list[Tensor]:
+    """This rank's tensor among uninitialised ones of the shapes of the others."""
+    found = []
+    for peer, size in enumerate(sizes):
+        shape = list(own.shape)
+        shape[dim] = size
+        found.append(own if peer == rank else own.new_empty(shape))
+    return found
 
 
 def gather_objects(value: Any, *, group: Any) -> list[Any]:

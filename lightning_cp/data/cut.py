@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.context import Sequence
-from lightning_cp.data.containers import items, rebuilt
+from lightning_cp.data.containers import children, items, join, last, rebuilt
 from lightning_cp.data.documents import find_documents
 from lightning_cp.data.fields import Fields, SequenceDims, find_fields
 from lightning_cp.errors import BatchError
@@ -68,7 +68,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     attended by nobody and no loss counts them.
 
     Args:
-        batch: whole batch: mapping, tuple, list or tensor, on any device.
+        batch: whole batch: mapping, dataclass, tuple, list or tensor, nested or not, on any device.
         rules: how to cut.
         rank: rank within the context-parallel group.
         world: size of the group.
@@ -81,16 +81,14 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     documents = find_documents(values, fields, rules)
     keys = _padding(values, fields)
     dims = dict(fields.dims)
-    added: tuple[str, ...] = ()
-    if rules.takes_positions and isinstance(batch, Mapping) and "position_ids" not in values:
-        device = values[next(iter(dims))].device
-        positions = torch.arange(fields.length, device=device)
-        values["position_ids"] = positions.expand(fields.batch, -1)
-        dims["position_ids"] = 1
-        added = ("position_ids",)
+    added = _places(batch, values, fields) if rules.takes_positions else ()
+    for name in added:
+        positions = torch.arange(fields.length, device=values[next(iter(dims))].device)
+        values[name] = positions.expand(fields.batch, -1)
+    dims.update(dict.fromkeys(added, 1))
     layout = rules.layout(_padded(fields.length, world, rules.pad_to_multiple_of), world)
     for name, dim in dims.items():
-        whole = _filled(values[name], dim, layout.length, PADDING.get(name, 0))
+        whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
         values[name] = layout.shard(whole, rank=rank, dim=dim)
     sequence = Sequence(
         layout=layout,
@@ -101,6 +99,25 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         keys=keys,
     )
     return Cut(rebuilt(batch, values), fields, sequence, added)
+
+
+def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str, ...]:
+    """Names of the positions that a batch lacks: beside its tokens, or beside its first field.
+
+    A mapping takes another key, and a dataclass one that it has and that is None.
+    """
+    tokens = [*fields.called("input_ids"), *fields.called("inputs_embeds")]
+    found = []
+    for token in tokens or list(fields.dims)[:1]:
+        parent = token.rpartition(".")[0]
+        container: Any = batch
+        for key in parent.split(".") if parent else ():
+            container = {str(k): v for k, v in (children(container) or {}).items()}[key]
+        place = join(parent, "position_ids")
+        free = isinstance(container, Mapping) or place in values
+        if free and values.get(place) is None:
+            found.append(place)
+    return tuple(dict.fromkeys(found))
 
 
 def _padded(length: int, world: int, multiple: int | None) -> int:
@@ -119,12 +136,19 @@ def _filled(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:
 
 def _padding(values: Mapping[str, Any], fields: Fields) -> tuple[Span, ...] | None:
     """The run of real tokens in every row, from `attention_mask`; None where nothing is padded."""
-    mask = values.get("attention_mask")
-    if mask is None or "attention_mask" not in fields.dims:
-        return None
+    found = {name: _runs(name, values[name], fields) for name in fields.called("attention_mask")}
+    if len(set(found.values())) > 1:
+        raise BatchError(
+            f"the masks {', '.join(found)} hide different tokens, but they belong to one sequence; "
+            f"pass one attention_mask"
+        )
+    return next(iter(found.values()), None)
+
+
+def _runs(name: str, mask: Tensor, fields: Fields) -> tuple[Span, ...] | None:
     if mask.ndim != 2:
         raise BatchError(
-            f"attention_mask of shape {tuple(mask.shape)}: context parallelism takes the padding "
+            f"{name} of shape {tuple(mask.shape)}: context parallelism takes the padding "
             f"[B, S]; causality comes from the attention call, documents are declared"
         )
     runs: list[Span] = []
@@ -133,7 +157,7 @@ def _padding(values: Mapping[str, Any], fields: Fields) -> tuple[Span, ...] | No
         run = (found[0], found[-1] + 1) if found else (0, 0)
         if run[1] - run[0] != len(found):
             raise BatchError(
-                f"attention_mask of row {row} hides positions between visible ones; only padding "
+                f"{name} of row {row} hides positions between visible ones; only padding "
                 f"on the left and on the right is supported"
             )
         runs.append(run)

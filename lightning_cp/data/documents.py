@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from lightning_cp.data.containers import last
 from lightning_cp.data.fields import Fields
 from lightning_cp.errors import BatchError
 from lightning_cp.mask import Documents
@@ -41,8 +43,15 @@ def find_documents(
         BatchError: if positions start anew and nobody said what that means, or if documents are
             declared and the batch has no positions `[B, S]`.
     """
-    found = values.get("position_ids")
-    positions = found if isinstance(found, Tensor) and "position_ids" in fields.dims else None
+    name = next(iter(fields.called("position_ids")), "position_ids")
+    found = values.get(name)
+    positions = found if isinstance(found, Tensor) and name in fields.dims else None
+    others = [values[other] for other in fields.called("position_ids")[1:]]
+    if any(not torch.equal(other, values[name]) for other in others):
+        raise BatchError(
+            f"{', '.join(fields.called('position_ids'))} differ, but they belong to one sequence; "
+            f"pass one of them"
+        )
     if rules.documents == "position_ids":
         if positions is None or positions.ndim != 2:
             shape = tuple(found.shape) if isinstance(found, Tensor) else None
@@ -54,14 +63,18 @@ def find_documents(
     if rules.documents != "auto" or positions is None:
         return None
     if rules.as_transformers and positions.ndim == 2:
-        return None if values.get("attention_mask") is not None else _edges(positions, fields)
-    if bool((positions.movedim(fields.dims["position_ids"], -1).diff(dim=-1) < 0).any()):
+        return None if _masked(values) else _edges(positions, fields)
+    if bool((positions.movedim(fields.dims[name], -1).diff(dim=-1) < 0).any()):
         raise BatchError(
             "position_ids start anew within a row, so the row holds several packed documents, and "
             "nobody said whether they may attend to each other; documents='position_ids' keeps "
             "them apart, documents='none' lets them, or pass one document per row"
         )
     return None
+
+
+def _masked(values: Mapping[str, Any]) -> bool:
+    return any(last(name) == "attention_mask" and x is not None for name, x in values.items())
 
 
 def _edges(positions: Tensor, fields: Fields) -> Documents | None:

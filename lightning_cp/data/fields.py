@@ -6,11 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_cp.data.containers import items
+from lightning_cp.data.containers import has_names, is_named_tuple, items, last
 from lightning_cp.errors import BatchError
 
 SequenceDims = Mapping[str, int | None]
-"""Field name (or index, as a string) to its sequence dimension; None: passes through untouched."""
+"""Field name to its sequence dimension; None: passes through untouched.
+
+The name of a value in a tuple or list is its index, as a string; names of nested containers are
+joined with dots.
+"""
 
 WELL_KNOWN = (
     "input_ids",
@@ -22,7 +26,10 @@ WELL_KNOWN = (
     "shift_labels",
     "loss_mask",
 )
-"""Fields of a mapping that are cut at dim 1 (batch first) without being declared."""
+"""Fields that are cut at dim 1 (batch first) without being declared, however they are nested."""
+
+PREDICTIONS = "predictions"
+"""Names in `sequence_dims` that start with this are of what `predict_step` returns."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +46,18 @@ class Fields:
     length: int
     batch: int
 
+    def called(self, known: str) -> list[str]:
+        """Full names of the per-token fields whose last name is `known`, the shortest first."""
+        return sorted((name for name in self.dims if last(name) == known), key=len)
+
 
 def find_fields(batch: Any, declared: SequenceDims | None) -> Fields:
     """Find the per-token fields of a whole batch; nothing is guessed.
 
-    Declared fields are taken as declared. Of a mapping, well-known names with two or more
-    dimensions are cut at dim 1. Of an undeclared tuple, list or tensor, all tensors must have two
-    or more dimensions and share the first two sizes `[B, S]`.
+    Declared fields are taken as declared. Fields whose last name is well known and which have two
+    or more dimensions are cut at dim 1. Of an undeclared tuple, list or tensor without any such
+    field, and of an undeclared named tuple where it holds, all tensors must have two or more
+    dimensions and share the first two sizes `[B, S]`.
 
     Args:
         batch: the whole batch, as the loader gives it.
@@ -56,12 +68,13 @@ def find_fields(batch: Any, declared: SequenceDims | None) -> Fields:
             a tensor is per token.
     """
     tensors = {name: value for name, value in items(batch).items() if isinstance(value, Tensor)}
+    inputs = [name for name in declared or () if name.partition(".")[0] != PREDICTIONS]
     dims = _declared(tensors, declared or {})
-    if isinstance(batch, Mapping):
-        for name in WELL_KNOWN:
-            if name in tensors and name not in (declared or {}) and tensors[name].ndim > 1:
-                dims[name] = 1
-    elif not declared:
+    for name, tensor in tensors.items():
+        if last(name) in WELL_KNOWN and name not in (declared or {}) and tensor.ndim > 1:
+            dims[name] = 1
+    unnamed = not (has_names(batch) or inputs)
+    if unnamed and (not dims or (is_named_tuple(batch) and _are_alike(tensors))):
         dims = _alike(tensors)
     if not dims:
         raise BatchError(
@@ -99,14 +112,18 @@ def _declared(tensors: Mapping[str, Tensor], declared: SequenceDims) -> dict[str
 
 
 def _alike(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    shapes = {tuple(tensor.shape[:2]) for tensor in tensors.values()}
-    if len(shapes) != 1 or any(tensor.ndim < 2 for tensor in tensors.values()):
+    if not _are_alike(tensors):
         raise BatchError(
             f"a batch without field names whose tensors do not all start with the same [B, S] is "
             f"ambiguous: {_shapes(tensors)}; say which are per token, for example "
             f"sequence_dims={{'0': 1}} for the first one only"
         )
     return dict.fromkeys(tensors, 1)
+
+
+def _are_alike(tensors: Mapping[str, Tensor]) -> bool:
+    shapes = {tuple(tensor.shape[:2]) for tensor in tensors.values()}
+    return len(shapes) == 1 and all(tensor.ndim > 1 for tensor in tensors.values())
 
 
 def _refuse_ambiguous(

@@ -29,7 +29,8 @@ def valid_tokens(part: Cut, *, rank: int) -> float:
     """
     values, dims = items(part.batch), part.fields.dims
     real = part.sequence.real(rank)
-    name = next((name for name in COUNTING if name in dims), None)
+    found = (name for known in COUNTING for name in part.fields.called(known))
+    name = next(found, None)
     if name is None:
         dummies = part.sequence.layout.length - part.sequence.length
         if dummies:

@@ -1,10 +1,35 @@
-"""The Lightning strategy; importing it registers the name `"context_parallel"`."""
+"""The Lightning strategy; importing it registers its names in whichever Lightning is there.
 
-from lightning.pytorch.strategies import StrategyRegistry
+A Lightning that is not imported yet gets them once it is. No Lightning is imported before a
+strategy is asked for, so that each of `lightning` and `pytorch_lightning` works without the other.
+"""
 
-from lightning_cp.plugin.strategy import ContextParallelStrategy
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from _lightning_cp_autoload import HOMES, register
 
 __all__ = ["ContextParallelStrategy"]
 
-if ContextParallelStrategy.strategy_name not in StrategyRegistry.available_strategies():
-    ContextParallelStrategy.register_strategies(StrategyRegistry)
+if TYPE_CHECKING:
+    from lightning_cp.plugin.strategy import ContextParallelStrategy
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`ContextParallelStrategy` of the Lightning in use; with both, of `lightning.pytorch`."""
+        if name != "ContextParallelStrategy":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(_home()).ContextParallelStrategy
+
+
+def _home() -> str:
+    """Module of the strategy for the package that is imported, else for the one that is there."""
+    packages = {home.rpartition(".")[0]: module for home, module in HOMES.items()}
+    found = [name for name in packages if name in sys.modules]
+    found += [name for name in packages if find_spec(name.partition(".")[0]) is not None]
+    return packages[found[0]] if found else next(iter(packages.values()))
+
+
+register()

@@ -5,7 +5,7 @@ of that package's own base class.
 """
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,11 +16,16 @@ from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.comm.failure import forget, report
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context, reenter
+from lightning_cp.data.collate import ShardedBatch, Share
 from lightning_cp.data.content import content_code
 from lightning_cp.diagnostics.verify import step_of
 from lightning_cp.errors import BatchError, ConfigError, RefusedError
 from lightning_cp.mesh import Mesh, build_mesh
+from lightning_cp.metrics import GroupMetrics, Groups
+from lightning_cp.plugin.logs import StepLogs
+from lightning_cp.plugin.seeds import StepSeeds, base_seed
 from lightning_cp.plugin.table import StartTable
+from lightning_cp.plugin.writers import MutedWriters
 from lightning_cp.topology import Size, Topology
 from lightning_cp.verification import verify
 
@@ -37,7 +42,11 @@ class ContextParallelMixin:
     _shard: Shard | None = None
     _context: Context | None = None
     _table: StartTable | None = None
+    _logs: StepLogs | None = None
+    _seeds: StepSeeds | None = None
+    _metrics: GroupMetrics | None = None
     _verified: bool = False
+    _muted: MutedWriters | None = None
 
     @property
     def topology(self) -> Topology:
@@ -67,6 +76,33 @@ class ContextParallelMixin:
         rank = self.global_rank  # type: ignore[attr-defined]
         return {"num_replicas": self.topology.dp, "rank": self.topology.coordinates(rank).dp}
 
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of virtual devices, each with samples of its own."""
+        return self.topology.dp
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Index of this rank's virtual device."""
+        return self.topology.coordinates(self.global_rank).dp  # type: ignore[attr-defined]
+
+    def share(self, module: torch.nn.Module | None = None) -> Share | None:
+        """How this rank cuts, for `ContextParallelCollate`; None without context parallelism.
+
+        Args:
+            module: the model, to see whether it takes positions; the Trainer's where not given.
+
+        Raises:
+            RuntimeError: before the strategy has set up its environment.
+        """
+        if self.topology.cp == 1 or self._parallel is None:
+            return None
+        own = self.lightning_module  # type: ignore[attr-defined]
+        return self._parallel.share(module or own)
+
+    def _say(self, message: str) -> None:
+        """Tell the user something, on the first rank."""
+
     def _resolve(self, world: int, local_world: int) -> None:
         """Resolve the sizes, before any rank talks to another."""
         topology = Topology.resolve(
@@ -94,12 +130,40 @@ class ContextParallelMixin:
                 device_type=device.type,
             )
             self._table = self._table or StartTable(self._mesh, self._config)
+            self._logs = StepLogs(self._parallel, self._say)
+            seed = self.broadcast(base_seed())  # type: ignore[attr-defined]
+            self._seeds = StepSeeds(seed, self.data_parallel_rank)
+
+    def _mute_writers(self, callbacks: Iterable[Any]) -> None:
+        """Let prediction writers write on the rank that gets whole rows, and nowhere else."""
+        gathered = self._parallel is not None and self._config.predict_gather == "rank0_cpu"
+        if gathered and self._mesh is not None and self._mesh.coordinates.cp > 0:
+            self._muted = MutedWriters(callbacks)
+
+    def _watch_metrics(self, module: torch.nn.Module | None) -> None:
+        """Let the module's metrics count tokens and rows as one device would."""
+        if module is not None and self._mesh is not None and self._parallel is not None:
+            groups = Groups(
+                cp=self._mesh.cp,
+                dp=self._mesh.dp,
+                meta=self._mesh.meta,
+                rank=self._parallel.rank,
+                world=self._parallel.world,
+                devices=self.topology.dp,
+            )
+            self._metrics = GroupMetrics(module, groups)
 
     def _stop_parallel(self) -> None:
-        """Put attention and losses back."""
+        """Put attention, losses and callbacks back."""
+        if self._muted is not None:
+            self._muted.restore()
+        self._muted = None
         if self._parallel is not None:
             self._parallel.close()
-        self._parallel, self._shard, self._context = None, None, None
+        if self._metrics is not None:
+            self._metrics.remove()
+        self._parallel, self._logs, self._seeds, self._metrics = None, None, None, None
+        self._shard, self._context = None, None
 
     def _close_groups(self) -> None:
         """Give the groups back; nothing uses them any more."""
@@ -117,6 +181,8 @@ class ContextParallelMixin:
         whole = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         module = self.lightning_module  # type: ignore[attr-defined]
         self._verify(whole)
+        if isinstance(whole, ShardedBatch):  # the Trainer does not look inside
+            whole = whole.mapped(self.precision_plugin.convert_input)  # type: ignore[attr-defined]
         try:
             self._shard = self._parallel.shard(whole, module=module, stage=self._stage(), code=code)
         except BaseException as error:
@@ -139,17 +205,11 @@ class ContextParallelMixin:
         return self._step(super().test_step, args, kwargs)  # type: ignore[misc]
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused where the sequence is sharded: outputs would be parts of rows.
+        """The user's step on this rank's part; what it returns is put together again.
 
-        Raises:
-            ConfigError: if there is context parallelism.
+        Whole rows in their original order are returned where `predict_gather` says, None elsewhere.
         """
-        if self._parallel is not None:
-            raise ConfigError(
-                "predict with context parallelism is not supported yet: every rank would return "
-                "its own part of each row; run predict with strategy='auto' on one device"
-            )
-        return super().predict_step(*args, **kwargs)  # type: ignore[misc]
+        return self._step(super().predict_step, args, kwargs, predicts=True)  # type: ignore[misc]
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Backward under the context of its forward, so that recomputation repeats it."""
@@ -175,6 +235,12 @@ class ContextParallelMixin:
         if not wanted or self._parallel is None or stage != "train":
             return
         self._verified = True
+        if isinstance(whole, ShardedBatch):
+            raise ConfigError(
+                "verify='first_batch' runs the whole batch on one device, but a "
+                "ContextParallelCollate has cut it already; take the collate function itself while "
+                "you verify"
+            )
         module = self.lightning_module  # type: ignore[attr-defined]
 
         def step(batch: Any) -> Any:
@@ -193,6 +259,7 @@ class ContextParallelMixin:
             "validate": "num_val_batches",
             "sanity_check": "num_sanity_val_batches",
             "test": "num_test_batches",
+            "predict": "num_predict_batches",
         }.get(stage)
         return stage if batches is None else f"{stage} of {getattr(trainer, batches)} batches"
 
@@ -208,9 +275,12 @@ class ContextParallelMixin:
             )
         return None if loss is None else self._parallel.token_mean(shard, loss)
 
-    def _step(self, step: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        parallel, shard, self._shard = self._parallel, self._shard, None
-        if parallel is None:
+    def _step(
+        self, step: Callable[..., Any], args: Any, kwargs: Any, *, predicts: bool = False
+    ) -> Any:
+        parallel, logs, seeds = self._parallel, self._logs, self._seeds
+        shard, self._shard = self._shard, None
+        if parallel is None or logs is None or seeds is None:
             return step(*args, **kwargs)
         try:
             if shard is None:
@@ -219,10 +289,14 @@ class ContextParallelMixin:
                     "takes a dataloader_iter does that); take the batch as the step's argument"
                 )
             self._context = shard.context
-            with parallel.active(shard):
-                output = step(*args, **kwargs)
-            loss = self._averaged(_loss(output), shard)
-            parallel.check(shard, loss)
+            module = self.lightning_module  # type: ignore[attr-defined]
+            with seeds.step(module.trainer), logs.step(module, shard):
+                with parallel.active(shard):
+                    output = step(*args, **kwargs)
+                loss = None if predicts else self._averaged(_loss(output), shard)
+                parallel.check(shard, loss)
+            if predicts:
+                return parallel.gather(output, shard)
         except BaseException as error:
             report(error)
             raise

@@ -50,6 +50,7 @@ class StartTable:
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
             ("attention kernel", _resolved(config.attention_backend, "sdpa")),
             ("loss", LOSSES[config.loss]),
+            ("parameters", _parameters(config, topology.world)),
         ]
 
 
@@ -62,6 +63,11 @@ LOSSES = {
 
 def _documents(sequence: Sequence) -> str:
     return "one per row" if sequence.documents is None else "by position_ids, kept apart"
+
+
+def _parameters(config: Config, world: int) -> str:
+    sharded = f"sharded over {world} ranks" if config.zero_stage else "all on every rank"
+    return f"{sharded} (zero_stage={config.zero_stage})"
 
 
 def _resolved(given: str, used: str) -> str:

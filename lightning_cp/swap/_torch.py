@@ -18,7 +18,11 @@ JAGGED = jagged, "jagged_scaled_dot_product_attention"
 VMAP = "FuncTorchVmapMode"
 """Dispatch key at which every call within `vmap` passes; torch has kernels of its own there."""
 
-OPERATORS = ("scaled_dot_product_attention", "cross_entropy_loss", "nll_loss_nd")
+OPERATORS = (
+    *("scaled_dot_product_attention", "cross_entropy_loss", "nll_loss_nd"),
+    *("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout"),
+    *("dropout_", "feature_dropout_", "alpha_dropout_", "feature_alpha_dropout_"),
+)
 """Composite operators of aten that are overridden."""
 
 
@@ -72,6 +76,25 @@ def replace_function(
     before = getattr(module, name)
     setattr(module, name, make(before))
     return lambda: setattr(module, name, before)
+
+
+def replace_method(name: str, make: Callable[..., Any]) -> Callable[[], None]:
+    """Replace a method of every tensor.
+
+    Returns:
+        What puts the original back.
+    """
+    inherited = name not in vars(torch.Tensor)
+    before = getattr(torch.Tensor, name)
+    setattr(torch.Tensor, name, make(before))
+
+    def undo() -> None:
+        if inherited:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, before)
+
+    return undo
 
 
 def forget_compiled(name: str) -> None:

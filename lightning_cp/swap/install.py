@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.swap import functions, losses, multihead, sdpa
+from lightning_cp.swap import functions, losses, multihead, random, sdpa
 from lightning_cp.swap._torch import (
     JAGGED,
     OPERATORS,
@@ -28,12 +28,14 @@ from lightning_cp.swap._torch import (
     original,
     override,
     replace_function,
+    replace_method,
 )
 
 KERNELS: dict[str, Callable[..., torch.Tensor]] = {
     "scaled_dot_product_attention": sdpa.scaled_dot_product_attention,
     "cross_entropy_loss": losses.cross_entropy_loss,
     "nll_loss_nd": losses.nll_loss_nd,
+    **random.KERNELS,
 }
 FUNCTIONS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "multi_head_attention_forward": multihead.multi_head_attention_forward,
@@ -70,6 +72,10 @@ class Installation:
             self._removers.append(override(name, key, KERNELS[name]))
         for name, make in FUNCTIONS.items():
             self._removers.append(replace_function(name, make))
+        for name in random.FUNCTIONS:
+            self._removers.append(replace_function(name, random.drawing, torch))
+        for name in random.METHODS:
+            self._removers.append(replace_method(name, random.drawing))
         self._refuse_unseen(device_types)
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         self._tag = torch.compiler.config.cache_key_tag

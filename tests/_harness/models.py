@@ -19,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cp import ContextParallelStrategy, functional
+from lightning_cp.fsdp import whole
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
-from tests._harness.trainer import pool_trainer
+from tests._harness.trainer import Hosted, pool_trainer
 
 VOCABULARY, POSITIONS, IGNORED = 256, 64, -100
 
@@ -214,8 +215,8 @@ class GPT(nn.Module):
         return logits
 
 
-class LanguageModel(pl.LightningModule):
-    """Trains the GPT, and remembers what it saw.
+class Steps(Hosted):
+    """Trains the GPT, and remembers what it saw; in front of a LightningModule of any package.
 
     Args:
         case: everything about the run.
@@ -270,7 +271,6 @@ class LanguageModel(pl.LightningModule):
         if len(self._waiting) < (2 if self.case.optimisation == "delayed" else 1):
             return
         optimizer = self.optimizers()
-        assert not isinstance(optimizer, list)
         optimizer.zero_grad()
         self.manual_backward(torch.stack(self._waiting).sum())
         self._waiting = []
@@ -293,6 +293,10 @@ class LanguageModel(pl.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """What a logger would see."""
         self.logged.append(float(self.trainer.callback_metrics["train_loss_step"]))
+
+
+class LanguageModel(Steps, pl.LightningModule):
+    """For Trainers of `lightning.pytorch`."""
 
 
 class Outcome(NamedTuple):
@@ -348,7 +352,7 @@ def seeded(case: Case, dense: bool = False) -> LanguageModel:
 def outcome(trainer: pl.Trainer, model: LanguageModel) -> Outcome:
     """What is left after `fit`."""
     return Outcome(
-        {name: p.detach().numpy().copy() for name, p in model.named_parameters()},
+        {name: whole(p, keep=True).detach().numpy().copy() for name, p in model.named_parameters()},
         model.logged,
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         model.ids,

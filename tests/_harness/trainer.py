@@ -1,5 +1,9 @@
 """Whole Trainer runs inside a rank of the pool."""
 
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import lightning.pytorch as pl
@@ -56,18 +60,55 @@ class PoolEnvironment(ClusterEnvironment):
         return 0
 
 
-def pool_trainer(rank: int, world: int, strategy: Any, **options: Any) -> pl.Trainer:
-    """A quiet CPU Trainer over the ranks of the running task."""
+class Hosted:
+    """What the LightningModule behind a class brings, of whichever package it is."""
+
+    log: Any
+    trainer: Any
+    automatic_optimization: Any
+    optimizers: Any
+    manual_backward: Any
+    parameters: Any
+
+
+def pool_trainer(
+    rank: int, world: int, strategy: Any, *, package: str = "lightning.pytorch", **options: Any
+) -> pl.Trainer:
+    """A quiet CPU Trainer over the ranks of the running task.
+
+    Args:
+        rank: rank of this process.
+        world: number of ranks.
+        strategy: name, or instance for Trainers of `package`.
+        package: whose Trainer it is; that of `pytorch_lightning` has the same methods.
+        options: of the Trainer.
+    """
+    if package == "pytorch_lightning":
+        environments = import_module("lightning_fabric.plugins.environments")
+        environments.ClusterEnvironment.register(PoolEnvironment)
     quiet = {
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    return pl.Trainer(
+    made: pl.Trainer = import_module(package).Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
         plugins=[PoolEnvironment(rank, world)],
         **{**quiet, **options},
     )
+    return made
+
+
+@contextmanager
+def workers_allowed() -> Iterator[None]:
+    """Let a rank of the pool, which is a daemon, start the workers of loaders."""
+    options: Any = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    before = options.get("daemon")
+    options["daemon"] = False
+    try:
+        yield
+    finally:
+        options["daemon"] = before

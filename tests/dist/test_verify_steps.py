@@ -55,7 +55,9 @@ class LocalLog(Step):
     """Logs a value of its own tokens."""
 
     def training_step(self, batch: dict[str, Tensor], index: int) -> Any:
-        self.log("mean_token", batch["input_ids"].double().mean())
+        ids = batch["input_ids"].double()
+        self.log("mean_token", ids[batch["labels"] != -100].mean())
+        self.log("spread", ids.std())
         return self.loss(batch)
 
 
@@ -156,7 +158,8 @@ def test_the_report_is_the_same_on_every_rank(pool: Pool) -> None:
 def test_a_logged_value_of_local_tokens_is_named(pool: Pool) -> None:
     for report in pool.run(check, LocalLog, tokens(), {}, world=2):
         assert not report.ok
-        assert "logged value 'mean_token'" in report.finding.what
+        assert "logged value 'spread'" in report.finding.what
+        assert report.compared.logs["mean_token"] < 1
         assert "functional.sequence_mean" in report.finding.remedy
 
 

@@ -11,7 +11,8 @@ class Job:
     """One verification.
 
     Attributes:
-        target: file and function, as `FILE.py:FUNCTION`.
+        target: file and function, as `FILE.py:FUNCTION`; None: `config` says what is verified.
+        config: configuration file of LightningCLI, None for none.
         ranks: number of processes.
         max_tokens: tokens of a row that are used.
         seed: seed of the parameters and the batch.
@@ -19,7 +20,8 @@ class Job:
         result: file for what rank 0 found.
     """
 
-    target: str
+    target: str | None
+    config: str | None
     ranks: int
     max_tokens: int
     seed: int

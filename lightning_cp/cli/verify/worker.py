@@ -12,6 +12,7 @@ import torch.distributed as dist
 from lightning_cp.api import ContextParallel
 from lightning_cp.cli.verify.command import DIFFERENT
 from lightning_cp.cli.verify.job import Job
+from lightning_cp.cli.verify.settings import Settings
 from lightning_cp.comm.failure import report
 from lightning_cp.config import Config
 from lightning_cp.diagnostics.verify import Report
@@ -52,8 +53,7 @@ def main() -> int:
 
 
 def _verify(job: Job, rank: int) -> Report:
-    torch.manual_seed(job.seed)
-    module, batch = _target(job.target)
+    module, batch, options = _wanted(job)
     mesh = build_mesh(
         Topology.resolve(world=job.ranks, local_world=job.ranks, cp=job.ranks, dp=1),
         device=torch.device("cpu"),
@@ -64,12 +64,24 @@ def _verify(job: Job, rank: int) -> Report:
         meta=mesh.meta,
         rank=rank,
         world=job.ranks,
-        config=Config(**job.options),  # type: ignore[arg-type]
+        config=Config(**options),
     )
     try:
         return verify(module, batch, parallel=parallel, max_tokens=job.max_tokens)
     finally:
         parallel.close()
+
+
+def _wanted(job: Job) -> tuple[torch.nn.Module, Any, dict[str, Any]]:
+    """Module, batch and options; those of the command line win."""
+    if job.config is not None:
+        settings = Settings(job.config)
+        module, batch = settings.build(job.seed)
+        return module, batch, {**settings.options(), **job.options}
+    if job.target is None:
+        raise ConfigError("the job names neither a function nor a configuration")
+    torch.manual_seed(job.seed)
+    return *_target(job.target), dict(job.options)
 
 
 def _target(target: str) -> tuple[torch.nn.Module, Any]:

@@ -83,7 +83,9 @@ class Collectives:
             f"they have the same rows: adding up such values counts each token {cp} times. Leave a "
             f"swapped loss as it is; add up local tokens with "
             f"lightning_cp.functional.sequence_sum or sequence_mean; collect what belongs to rows "
-            f"over a group of ranks with the same strategy.topology.coordinates(rank).cp"
+            f"with self.all_gather or strategy.all_gather, which are over the "
+            f"strategy.data_parallel_size virtual devices and not over all ranks "
+            f"(strategy.data_parallel_rank says which of them this is)"
         )
         warnings.warn_explicit(
             message, ContextParallelWarning, frame.f_code.co_filename, frame.f_lineno

@@ -31,6 +31,9 @@ LIBRARIES = (
 )
 """Packages that know of the group, or reduce over it what they make of local tokens."""
 
+SHARDING = ("torch.distributed.fsdp",)
+"""Gathers and frees parameters in hooks of the model's modules."""
+
 MODELS = ("lightning.pytorch.demos", "pytorch_lightning.demos")
 """Models within those packages."""
 
@@ -44,6 +47,8 @@ def line_of_model(passed: tuple[str, ...] = EVERYTHING) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = str(frame.f_globals.get("__name__", ""))
+        if _within(name, SHARDING):
+            return None
         if not _within(name, passed):
             asked = _within(name, ("torch", *LIBRARIES)) and not _within(name, MODELS)
             return None if asked else frame

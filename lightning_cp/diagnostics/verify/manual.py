@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_cp.logs import Logged, reduction_of
+
 
 @contextmanager
-def recorded_logs(module: nn.Module, logs: dict[str, float]) -> Iterator[None]:
+def recorded_logs(module: nn.Module, logs: dict[str, Logged]) -> Iterator[None]:
     """Record the scalars that a step logs with `self.log`, in place of logging them.
 
     Args:
@@ -19,14 +21,20 @@ def recorded_logs(module: nn.Module, logs: dict[str, float]) -> Iterator[None]:
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            logs[name] = float(value)
+            number = float(value) if isinstance(value, float) or _is_float(value) else int(value)
+            kind = reduction_of(kwargs.get("reduce_fx", "mean")) or "mean"
+            logs[name] = Logged(name, number, kind, kwargs.get("batch_size"))
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
-            log(name, value)
+            log(name, value, **kwargs)
 
     with _replaced(module, {"log": log, "log_dict": log_dict}):
         yield
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 @contextmanager

@@ -17,6 +17,8 @@ from torch.utils._pytree import tree_flatten_with_path
 from lightning_cp.context import SLOT
 from lightning_cp.diagnostics.verify.manual import by_hand, recorded_logs
 from lightning_cp.errors import PeerError
+from lightning_cp.fsdp import full, settle
+from lightning_cp.logs import Logged
 
 Tensors = dict[str, Tensor]
 Key = tuple[str, int]
@@ -48,7 +50,7 @@ class Run:
         losses: what the step returned, or what it passed to `manual_backward`.
         outputs: tensors that a step returned beside the loss.
         gradients: by name of the parameter, None where it got none.
-        logs: scalars that the step logged.
+        logs: scalars that the step logged, the last value of every name.
         attention: number of attention calls.
         error: what stopped the step.
     """
@@ -59,7 +61,7 @@ class Run:
     losses: list[Tensor] = field(default_factory=list)
     outputs: Tensors = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
-    logs: dict[str, float] = field(default_factory=dict)
+    logs: dict[str, Logged] = field(default_factory=dict)
     attention: int = 0
     error: Exception | None = None
 
@@ -107,8 +109,10 @@ def run(
         found.error = error
     found.attention = SLOT.plain_attention - before
     found.losses = [loss.detach().clone() for loss in found.losses]
+    settle(module, failed=found.error is not None)
     for name, parameter in module.named_parameters():
-        found.gradients[name], parameter.grad = parameter.grad, None
+        gradient, parameter.grad = parameter.grad, None
+        found.gradients[name] = None if gradient is None else full(gradient)
     return found
 
 
@@ -119,7 +123,9 @@ def step_of(module: nn.Module) -> Callable[[Any], Any]:
     """
     training_step = getattr(module, "training_step", None)
     if callable(training_step):
-        indices = len(inspect.signature(training_step).parameters) - 1
+        written = inspect.unwrap(training_step)  # a sharded module's step is wrapped, and bound
+        known = written if inspect.ismethod(written) else training_step
+        indices = len(inspect.signature(known).parameters) - 1
         return lambda batch: training_step(batch, *[0] * max(indices, 0))
 
     def forward(batch: Any) -> Any:

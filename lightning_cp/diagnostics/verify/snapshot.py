@@ -28,7 +28,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
     Args:
         module: the root module.
     """
-    undo = [_undo_random_numbers()]
+    undo = [undo_random_numbers()]
     for part in module.modules():
         undo += [_undo_attributes(part), *(_undo_tensor(x) for x in part.buffers(recurse=False))]
     undo += [_undo_gradient(parameter) for parameter in module.parameters()]
@@ -67,7 +67,8 @@ def without_dropout(module: nn.Module) -> int:
     return found
 
 
-def _undo_random_numbers() -> Undo:
+def undo_random_numbers() -> Undo:
+    """Remember the default generators of torch, Python and NumPy; calling it puts them back."""
     numpy = sys.modules.get("numpy")
     python, cpu = random.getstate(), torch.get_rng_state()
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None

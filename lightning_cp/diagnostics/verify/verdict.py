@@ -14,6 +14,7 @@ from lightning_cp.diagnostics.verify.align import TOLERANCES, furthest, relative
 from lightning_cp.diagnostics.verify.causes import cause_of
 from lightning_cp.diagnostics.verify.record import Key, Run
 from lightning_cp.diagnostics.verify.report import Compared, Finding, Report
+from lightning_cp.logs import Logged
 
 SMALL = 1e-3
 """A gradient counts as at least this part of the largest one: theory makes some of them 0."""
@@ -91,13 +92,18 @@ def _evidence(plain: Run, parallel: Run, context: Context) -> Evidence:
         if len(plain.losses) != len(parallel.losses):
             loss = float("inf")
     logs = {
-        name: relative(torch.tensor(parallel.logs.get(name, float("inf"))), torch.tensor(x), 1e-6)
-        / TOLERANCES[torch.float32]
+        name: relative(_double(parallel.logs[name]), _double(x), 1e-6) / TOLERANCES[torch.float32]
+        if name in parallel.logs
+        else float("inf")
         for name, x in plain.logs.items()
         if not stopped
     }
     error = f"{type(parallel.error).__name__}: {parallel.error}" if stopped else ""
     return Evidence(inputs, outputs, loss, logs, error, list(parallel.open))
+
+
+def _double(logged: Logged) -> Tensor:
+    return torch.tensor(float(logged.value), dtype=torch.float64)
 
 
 def _worst(found: list[Any]) -> Evidence:

@@ -1,0 +1,310 @@
+"""Sharded parameters: every rank of the job holds an equal part of each (FSDP2, ZeRO stage 3).
+
+A parameter is gathered for the time of its block's forward and backward; gradients are averaged
+over all ranks, which is the one gradient rule, and stay in parts, and so does what an optimizer
+keeps.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_map
+
+from lightning_cp.compat import follow_requires_grad, free_gathered, reduce_unused
+from lightning_cp.errors import ConfigError
+
+WrapPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
+"""Which modules are gathered on their own: classes, or a function of a module."""
+
+
+def shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    wrap: WrapPolicy | None = None,
+    policy: MixedPrecisionPolicy | None = None,
+    steps: Iterable[str] = (),
+) -> None:
+    """Shard the parameters of a module over all ranks of a mesh, in place; a collective call.
+
+    All ranks first take parameters and buffers of rank 0. Parameters outside of the wrapped blocks
+    are gathered together, for the time of a whole step.
+
+    Args:
+        module: the root module on this rank's device, the same on every rank.
+        mesh: one dimension with the ranks.
+        wrap: see `WrapPolicy`; None takes the repeated blocks: the children of a `ModuleList` or
+            `Sequential` that has two or more of their class. An empty collection wraps nothing.
+        policy: dtypes of gathered parameters and of reduced gradients.
+        steps: methods of the root beside `forward` that are called from outside.
+
+    Raises:
+        ConfigError: on every rank alike, if a parameter has no dimensions, or if a wrapped block
+            shares a parameter with a module outside of it.
+    """
+    scalars = [name for name, x in module.named_parameters() if x.ndim == 0]
+    if scalars:
+        raise ConfigError(
+            f"zero_stage=3: parameter {scalars[0]!r} has 0 dimensions, and a parameter is cut "
+            f"along its first; give it the shape (1,), or use zero_stage=0"
+        )
+    blocks = _blocks(module, wrap)
+    broadcast((*module.parameters(), *module.buffers()), group=mesh.get_group())
+    for part in (*blocks, module):
+        fully_shard(part, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+        _keep_origin(part)
+    complete(module, steps)
+
+
+def complete(module: nn.Module, steps: Iterable[str]) -> None:
+    """Make the root of a sharded module ready for training.
+
+    Its methods `steps` gather its parameters, as its forward does, and parameters that only some
+    ranks use in a step get the gradients of those.
+
+    Raises:
+        ConfigError: on every rank alike, if this version of torch cannot do the latter.
+    """
+    if not reduce_unused(module):
+        raise ConfigError(
+            f"zero_stage=3: torch {torch.__version__} mixes up the gradients of parameters that "
+            f"only some ranks use in a step; use zero_stage=0, or a torch that has "
+            f"FSDPModule.set_reduce_scatter_unused_params (2.13 does)"
+        )
+    for name in steps:
+        if name not in vars(module):
+            register_fsdp_forward_method(module, name)
+    _zero_parts(module)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether parameters of a module are sharded, by `shard` or by the user."""
+    return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+def check_sharded(module: nn.Module, *, world: int) -> None:
+    """What must hold for a module that came sharded: the mean of its gradients is over all ranks.
+
+    Raises:
+        ConfigError: on every rank alike, if the root, or a parameter that is trained, is not
+            sharded over `world` ranks.
+    """
+    if not isinstance(module, FSDPModule):
+        raise ConfigError(
+            f"zero_stage=3: parts of {type(module).__name__} are sharded already, but it is not; "
+            f"call fully_shard on the LightningModule itself at the end of configure_model, or "
+            f"leave sharding to the strategy and choose blocks with auto_wrap_policy"
+        )
+    reshard(module)
+    for name, x in module.named_parameters():
+        size = x.device_mesh.size() if isinstance(x, DTensor) else 1
+        if x.requires_grad and size != world:
+            raise ConfigError(
+                f"zero_stage=3: parameter {name!r} is sharded over {size} ranks, but the job has "
+                f"{world}, and gradients are averaged over all of them; shard it over all ranks, "
+                f"or leave sharding to the strategy"
+            )
+
+
+def reshard(module: nn.Module) -> None:
+    """Free gathered parameters, also in the middle of a step; no rank needs another for that."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            free_gathered(part)
+
+
+@contextmanager
+def without_sync(module: nn.Module) -> Iterator[None]:
+    """Backwards inside keep whole gradients on their rank; the first one after adds them up.
+
+    Args:
+        module: the root module.
+    """
+    roots = [module] if isinstance(module, FSDPModule) else []
+    for root in roots:
+        root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True)
+
+
+def gather_by_hand(module: nn.Module) -> None:
+    """Let a step run several forwards and backwards, of parameters that it freezes in between.
+
+    The first backward frees the parameters outside of blocks: the modules that have them gather
+    them again when they are called. Those that are gathered while an optimizer is toggled follow
+    it.
+    """
+
+    def gather(part: nn.Module, args: Any) -> None:
+        if isinstance(module, FSDPModule):
+            module.unshard()
+
+    for part in _outside(module):
+        if part is not module and any(True for _ in part.parameters(recurse=False)):
+            part.register_forward_pre_hook(gather)
+    for name in ("toggle_optimizer", "untoggle_optimizer"):
+        if hasattr(module, name):
+            vars(module)[name] = _followed(getattr(module, name), module)
+
+
+def broadcast(tensors: Iterable[Tensor], *, group: Any) -> None:
+    """Give every rank of a group the tensors of its first, in place."""
+    source = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for tensor in tensors:
+            sent = tensor.detach().contiguous()
+            dist.broadcast(sent, source, group=group)
+            if sent.data_ptr() != tensor.data_ptr():
+                tensor.copy_(sent)
+
+
+def settle(module: nn.Module, *, failed: bool) -> None:
+    """Bring a module to rest after a step, whether or not it came to its end.
+
+    Args:
+        module: the root module, sharded or not.
+        failed: whether the step raised; what is left of its gradients is given up then.
+    """
+    if failed and isinstance(module, FSDPModule):
+        module.reset_iter_state()
+    reshard(module)
+
+
+def full(value: Tensor) -> Tensor:
+    """A sharded tensor put together, a collective call; any other as it is."""
+    if not isinstance(value, DTensor):
+        return value
+    found: Tensor = value.full_tensor()
+    return found
+
+
+def whole(tree: Any, *, keep: bool) -> Any:
+    """Nested containers with every sharded tensor put together; a collective call.
+
+    Args:
+        tree: the same on every rank, but for the parts.
+        keep: whether this rank wants the result.
+
+    Returns:
+        The same containers with plain tensors on the CPU where they were sharded; on ranks that do
+        not keep them None in their place.
+    """
+
+    def put_together(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        found = full(value.detach())
+        return found.cpu() if keep else None
+
+    return tree_map(put_together, tree)
+
+
+def part_of(value: Any, like: Tensor) -> Any:
+    """This rank's part of a whole tensor, cut as another tensor is cut.
+
+    Args:
+        value: a tensor, equal on all ranks; anything else is returned as it is.
+        like: a tensor of the same shape; one that is not sharded, or of another shape, has no say.
+    """
+    cut = isinstance(like, DTensor) and isinstance(value, Tensor) and value.shape == like.shape
+    if not cut or not isinstance(like, DTensor) or isinstance(value, DTensor) or not value.ndim:
+        return value
+    moved = value.detach().to(like.device)
+    return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _blocks(module: nn.Module, wrap: WrapPolicy | None) -> list[nn.Module]:
+    """Modules to wrap, inner ones first."""
+    if wrap is None:
+        found = [part for part in _repeated(module) if not _shared(part, module)]
+    else:
+        chosen = wrap if callable(wrap) else _is_one_of(tuple(wrap))
+        found = [x for x in reversed(list(module.modules())) if x is not module and chosen(x)]
+        names = {part: name for name, part in module.named_modules()}
+        for part in found:
+            if _shared(part, module):
+                raise ConfigError(
+                    f"auto_wrap_policy: module {names[part]!r} shares a parameter with a module "
+                    f"outside of it, and they are gathered at different times; leave it out"
+                )
+    return [part for part in found if any(True for _ in part.parameters())]
+
+
+def _is_one_of(classes: tuple[type[nn.Module], ...]) -> Callable[[nn.Module], bool]:
+    return lambda part: isinstance(part, classes)
+
+
+def _repeated(module: nn.Module) -> list[nn.Module]:
+    """The outermost blocks that a list or sequence holds more than one of."""
+    children = list(module.children())
+    listed = isinstance(module, nn.ModuleList | nn.Sequential)
+    counts = Counter(type(child) for child in children) if listed else Counter()
+    found: dict[nn.Module, None] = {}
+    for child in children:
+        callable_ = type(child).forward is not nn.Module.forward
+        blocks = [child] if counts[type(child)] > 1 and callable_ else _repeated(child)
+        found.update(dict.fromkeys(blocks))
+    return list(found)
+
+
+def _shared(part: nn.Module, root: nn.Module) -> bool:
+    """Whether a module outside of `part` has one of its parameters."""
+    inside = set(part.modules())
+    own = {id(x) for x in part.parameters()}
+    outside = (other for other in root.modules() if other not in inside)
+    return any(id(x) in own for other in outside for x in other.parameters(recurse=False))
+
+
+def _outside(module: nn.Module) -> Iterator[nn.Module]:
+    """A root and the modules within it that belong to no block."""
+    yield module
+    for child in module.children():
+        if not isinstance(child, FSDPModule):
+            yield from _outside(child)
+
+
+def _followed(method: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        found = method(*args, **kwargs)
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                follow_requires_grad(part)
+        return found
+
+    return call
+
+
+def _keep_origin(part: nn.Module) -> None:
+    """The class that torch makes for a sharded module says where the user's class is from."""
+    made: Any = type(part)
+    made.__module__ = made.__mro__[2].__module__
+
+
+def _zero_parts(module: nn.Module) -> None:
+    """`zero_grad` of the root zeroes the parts, also while the parameters are gathered."""
+    parts = list(module.parameters())
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for x in parts:
+            if set_to_none:
+                x.grad = None
+            elif x.grad is not None:
+                x.grad.detach_().zero_()
+
+    vars(module)["zero_grad"] = zero_grad

@@ -1,0 +1,350 @@
+"""Everything of the strategy that is the same for both Lightning packages."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from _lightning_cp_autoload import PRESETS
+from lightning_cp.compat import forward_sync_buffers
+from lightning_cp.config import Config
+from lightning_cp.errors import ConfigError
+from lightning_cp.fsdp import WrapPolicy
+from lightning_cp.plugin.data import Loading
+from lightning_cp.plugin.flavor import Flavor
+from lightning_cp.plugin.mixin import ContextParallelMixin
+from lightning_cp.plugin.sharding import ShardedParameters
+from lightning_cp.plugin.virtual import device_value, gather_group, reduces_over_devices
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
+else:
+    Host = object  # a concrete class brings the ParallelStrategy of its package
+
+T = TypeVar("T")
+
+OTHERS = {
+    name: f"that of {other} takes lightning_cp.plugin.{module}.ContextParallelStrategy"
+    for name, other, module in (
+        ("lightning.pytorch", "pytorch_lightning", "pytorch_lightning"),
+        ("pytorch_lightning", "lightning.pytorch", "strategy"),
+    )
+}
+"""By package, where the other one finds its strategy."""
+
+
+class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host):
+    """Trains on sequences longer than one device can hold, with the user's module unchanged.
+
+    A group of `context_parallel_size` ranks behaves like one bigger device: it reads the same
+    samples, every rank holds a part of each sequence, attention and losses see all of it. Losses,
+    gradients, checkpoints and the order of data are those of the plain Trainer with
+    `data_parallel_size` devices.
+
+    Args:
+        context_parallel_size: ranks that share each sequence; "auto" takes all ranks of a node, or
+            what `data_parallel_size` leaves over.
+        data_parallel_size: number of such groups, each with its own samples; "auto" takes what is
+            left over.
+        zero_stage: 0, every rank holds all parameters; 3, parameters, gradients and the state of
+            optimizers are sharded over all ranks (FSDP2) and gathered block by block.
+        layout: which tokens a rank holds: "zigzag" (even work for causal attention), "contiguous",
+            or "auto": zigzag, and contiguous once a step made no causal call.
+        exchange: how keys and values travel: "ring" (memory of two shards), "allgather" (memory of
+            the whole sequence, fewer and larger tiles), or "auto": ring.
+        attention_backend: what computes a tile: "sdpa" (torch's fused kernels), "reference" (plain
+            maths, quadratic memory), or "auto": sdpa.
+        documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
+            batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
+            each other; "auto" does for models of Hugging Face what that version of transformers
+            does on one device, and refuses positions that start anew for any other model.
+        loss: "auto" expects a loss over the whole sequence, the same on all ranks, which swapped
+            losses are; "token_mean" takes what a step returns for a mean over its own tokens
+            (`(losses * mask).sum() / mask.sum()`) and averages it by the tokens that count: the
+            sum of the batch's loss_mask, else its shift_labels or labels other than -100, else its
+            attention_mask, else all. Needs automatic optimization.
+        sequence_dims: sequence dimension by field name of the batch (index of a tuple as a string,
+            "" for a bare tensor); None for a field that passes through. Well-known names need no
+            declaration.
+        pad_to_multiple_of: fill rows with dummy tokens up to a multiple of this.
+        data: "check" compares the batches of the ranks of a group, which each of them reads;
+            "broadcast" lets the first of them read, for datasets that give every process something
+            else.
+        predict_gather: who gets what `predict_step` returns, as whole rows in their original order:
+            "rank0_cpu", the first rank of every group, on the CPU (the others get None, and their
+            prediction writers write nothing); "all" ranks; "none", every rank keeps its part.
+            Tensors [B, S_local, ...] are put together, and those whose dimension is declared in
+            `sequence_dims` as "predictions.name"; everything else must be equal on all ranks.
+        auto_wrap_policy: with zero_stage=3, which modules are gathered on their own: classes, or a
+            function that says so of a module; None takes the children of every `ModuleList` or
+            `Sequential` that holds two or more of their class. What is left is gathered for a step.
+        mp_policy: with zero_stage=3, dtypes of gathered parameters and reduced gradients; None
+            computes what the precision of the Trainer does on one device, and averages gradients
+            of half-precision parameters in float32.
+        save_distributed_checkpoint: with zero_stage=3, every rank writes its parts into a folder,
+            which any number of ranks can read; else the first rank writes one ordinary file.
+        verify: "first_batch" runs the first training batch (at most 512 tokens of every row) with
+            and without context parallelism before anything is trained, prints a table, and stops
+            with the name of the first module that differs; "off".
+        process_group_backend: backend of the default process group.
+        timeout: how long a collective may wait.
+
+    Raises:
+        ConfigError: if an option is not allowed; sizes are checked when the number of processes is
+            known.
+    """
+
+    strategy_name = "context_parallel"
+    _flavor: ClassVar[Flavor]
+
+    def __init__(
+        self,
+        context_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_size: int | Literal["auto"] = "auto",
+        zero_stage: int = 0,
+        layout: Literal["auto", "contiguous", "zigzag"] = "auto",
+        exchange: Literal["auto", "allgather", "ring"] = "auto",
+        attention_backend: Literal["auto", "reference", "sdpa"] = "auto",
+        documents: Literal["auto", "position_ids", "none"] = "auto",
+        loss: Literal["auto", "token_mean"] = "auto",
+        sequence_dims: dict[str, int | None] | None = None,
+        pad_to_multiple_of: int | None = None,
+        data: Literal["check", "broadcast"] = "check",
+        predict_gather: Literal["rank0_cpu", "all", "none"] = "rank0_cpu",
+        auto_wrap_policy: WrapPolicy | None = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+        save_distributed_checkpoint: bool = False,
+        verify: Literal["off", "first_batch"] = "off",
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        self._config = Config(
+            layout=layout,
+            exchange=exchange,
+            attention_backend=attention_backend,
+            documents=documents,
+            loss=loss,
+            sequence_dims=sequence_dims,
+            pad_to_multiple_of=pad_to_multiple_of,
+            data=data,
+            predict_gather=predict_gather,
+            zero_stage=zero_stage,
+            verify=verify,
+        )
+        self._wrap, self._policy = auto_wrap_policy, mp_policy
+        self._distributed_checkpoint = save_distributed_checkpoint
+        self._check_options()
+        self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
+        self._process_group_backend, self._timeout = process_group_backend, timeout
+        self._forward_redirection = self._flavor.forward_redirection()
+        self._num_nodes = 1
+
+    def __repr__(self) -> str:
+        """Says which Trainer takes it: one of the other package quotes this when it refuses it."""
+        return (
+            f"{type(self).__module__}.{type(self).__name__} for the Trainer of "
+            f"{self._flavor.pytorch}; {OTHERS[self._flavor.pytorch]}"
+        )
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Processes on this node."""
+        return len(self.parallel_devices or ())
+
+    def set_world_ranks(self) -> None:
+        """Tell the cluster environment this process's rank; called by the Trainer."""
+        if self.cluster_environment is not None:
+            rank = self.node_rank * self.num_processes + self.local_rank
+            self.cluster_environment.set_global_rank(rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        for decorator in self._flavor.rank_zero_decorators:
+            decorator.rank = self.global_rank
+
+    @override
+    def _configure_launcher(self) -> None:
+        if self.cluster_environment is not None and self.num_processes * self.num_nodes > 1:
+            self._launcher = self._flavor.script_launcher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        self._resolve(self.world_size, self.num_processes)
+        if self.topology.dp > 1:
+            self._flavor.reset_seed()
+        if self.world_size > 1:
+            self._connect()
+            self._start_parallel(device=self.root_device, timeout=self._timeout)
+
+    def _connect(self) -> None:
+        if self.cluster_environment is None:
+            raise ConfigError("the Trainer gave this strategy no cluster environment")
+        device = self.root_device
+        self._flavor.connect(
+            self.cluster_environment,
+            self._process_group_backend or self._flavor.default_backend(device),
+            timeout=self._timeout,
+            device_id=None if device.type == "cpu" else device,
+        )
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        fitting = trainer.state.fn == self._flavor.fitting
+        if self.accelerator is None or self.model is None:
+            raise RuntimeError("setup() is called by the Trainer, after it connected a module")
+        self._refuse_iterators(self.lightning_module)
+        self.accelerator.setup(trainer)
+        if fitting and self._layer_sync:
+            self.model = self._layer_sync.apply(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if self._shards:
+            self._shard_parameters(trainer)
+        if fitting:
+            self.model = self._setup_model(self.model)
+            self.setup_optimizers(trainer)
+        elif self.world_size > 1 and not self._shards:
+            self._flavor.sync_module_states(self.model)
+        self.setup_precision_plugin()
+        self._watch_metrics(self.lightning_module)
+        self._mute_writers(trainer.callbacks)  # type: ignore[attr-defined]
+        if fitting:
+            self._flavor.optimizers_to_device(self.optimizers, self.root_device)
+
+    @override
+    def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Average gradients over every rank: the plain mean is right, see docs on gradients.
+
+        Buffers follow the first virtual device where there are several; within one they are equal.
+        """
+        trained = any(p.requires_grad for p in model.parameters())
+        if self._mesh is None or self._shards or not trained:
+            return model
+        return DistributedDataParallel(
+            model,
+            device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
+            process_group=self._mesh.grad,
+            **forward_sync_buffers(self.topology.dp > 1),
+        )
+
+    @override
+    def model_to_device(self) -> None:
+        if self.model is not None:
+            self.model.to(self.root_device)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        module = self.lightning_module
+        manual = module is not None and not module.automatic_optimization
+        if isinstance(self.model, DistributedDataParallel) and manual:
+            self._flavor.prepare_for_backward(self.model, closure_loss)
+        elif manual:
+            self._see_backward(closure_loss)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        if isinstance(self.model, DistributedDataParallel):
+            with self.model.no_sync():
+                yield
+        else:
+            with self._whole_gradients():
+                yield
+
+    @override
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if not dist.is_initialized():
+            return
+        if dist.get_backend() == "nccl":
+            dist.barrier(device_ids=[self.root_device.index])
+        else:
+            dist.barrier()
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        within = self._mesh is not None and self.topology.cp > 1 and group is None
+        if self._mesh is not None and within and reduces_over_devices(reduce_op):
+            tensor.copy_(device_value(tensor, self._mesh, reduce_op))
+            group = self._mesh.dp
+        return self._flavor.reduce(tensor, group, reduce_op=reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        self._flavor.reduce(votes, None, reduce_op="sum")
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self._mesh is not None and self.topology.cp > 1:
+            group = gather_group(self._mesh, group)
+            if group is self._mesh.dp and self.topology.dp == 1:
+                return tensor
+        gathered: Tensor = self._flavor.all_gather(tensor, group=group, sync_grads=sync_grads)
+        return gathered
+
+    @override
+    def _say(self, message: str) -> None:
+        self._flavor.rank_zero_info(message)
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        for name, options in PRESETS.items():
+            if name not in strategy_registry:
+                strategy_registry.register(name, cls, "Ranks share sequences", **options)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._failed(exception)
+        self._stop_parallel()
+
+    @override
+    def teardown(self) -> None:
+        self._stop_parallel()
+        module = self.lightning_module
+        if isinstance(self.model, DistributedDataParallel):
+            self.model = module
+        self._close_groups()
+        trainer = module._trainer if module is not None else None
+        fitted = trainer is not None and trainer.state.fn == self._flavor.fitting
+        if self._layer_sync and self.model is not None and fitted:
+            self.model = self._layer_sync.revert(self.model)
+        super().teardown()

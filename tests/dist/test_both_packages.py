@@ -1,0 +1,59 @@
+"""Runs with the Trainer of `pytorch_lightning` equal those of the plain Trainer."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests._harness.both import other_fit
+from tests._harness.models import Case, fit, furthest
+from tests.dist.test_checkpoint import fit_resuming
+
+pytestmark = pytest.mark.dist
+
+DOUBLE = "64-true"
+ONE = Case(momentum=0.9)
+TWO = Case(momentum=0.9, epochs=2)
+
+
+@pytest.mark.parametrize(
+    ("case", "options", "dp", "cp"),
+    [
+        (Case(precision=DOUBLE), "context_parallel", 1, 2),
+        (Case(precision=DOUBLE, lengths=(24, 7)), {"layout": "contiguous"}, 1, 3),
+        (
+            Case(
+                precision=DOUBLE,
+                samples=12,
+                trainer=(("accumulate_grad_batches", 2), ("gradient_clip_val", 0.1)),
+            ),
+            {"context_parallel_size": 2},
+            2,
+            2,
+        ),
+        (Case(precision=DOUBLE, optimisation="manual"), {"exchange": "allgather"}, 1, 2),
+        (Case(precision=DOUBLE), "context_parallel_zero3", 1, 2),
+    ],
+    ids=["name", "cp3", "dp2-cp2", "manual", "zero3"],
+)
+def test_fit_is_that_of_the_plain_trainer(case, options, dp, cp, pool):
+    expected = pool.run(fit, case, world=dp)
+    for rank, found in enumerate(pool.run(other_fit, case, options, world=dp * cp)):
+        one = expected[rank // cp]
+        assert found.swapped
+        assert (found.ids, found.counts) == (one.ids, one.counts)
+        assert found.metrics.keys() == one.metrics.keys()
+        assert max(furthest(found, one).values()) <= 1e-12
+
+
+def test_checkpoints_move_between_packages(pool, tmp_path):
+    (whole,) = pool.run(fit, TWO, None, world=1)
+    whole = whole._replace(ids=whole.ids[6:], step_losses=whole.step_losses[3:])
+    pool.run(partial(other_fit, folder=tmp_path), ONE, {}, world=2)
+    last = tmp_path / "last.ckpt"
+    assert torch.load(last, weights_only=True)["epoch"] == 0
+    resumed = pool.run(partial(other_fit, resume=last), TWO, {}, world=3)
+    resumed += pool.run(fit_resuming, TWO, None, last, world=1)
+    for found in resumed:
+        assert found.ids == whole.ids
+        assert max(furthest(found, whole).values()) <= 1e-6

@@ -1,0 +1,266 @@
+"""Sharded parameters: whole runs equal those of the plain Trainer, and so do their checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.fabric.utilities.load import _load_distributed_checkpoint
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
+
+from tests._harness.models import (
+    Case,
+    LanguageModel,
+    Outcome,
+    fit,
+    furthest,
+    loaders,
+    outcome,
+    seeded,
+    trainer_of,
+)
+from tests._harness.pool import Pool
+from tests.dist.test_parity import TOLERANCE, Row, trainer
+
+pytestmark = pytest.mark.dist
+
+ROWS = [
+    Row("ring-zigzag-W2", Case(), {"exchange": "ring", "layout": "zigzag"}),
+    Row("ring-zigzag-W3", Case(), {"exchange": "ring", "layout": "zigzag"}, cp=3),
+    Row("allgather-contiguous", Case(), {"exchange": "allgather", "layout": "contiguous"}),
+    Row("dp2-cp1", Case(samples=12), {}, 2, 1),
+    Row("dp2-cp2", Case(samples=12, momentum=0.9), {}, 2, 2),
+    Row("momentum", Case(momentum=0.9, epochs=2), {}),
+    Row("accumulation-rest", Case(samples=10, trainer=trainer(accumulate_grad_batches=2)), {}),
+    Row("clip-norm", Case(trainer=trainer(gradient_clip_val=0.1)), {}, cp=3),
+    Row(
+        "clip-value",
+        Case(trainer=trainer(gradient_clip_val=1e-3, gradient_clip_algorithm="value")),
+        {},
+    ),
+    Row("manual", Case(optimisation="manual"), {}),
+    Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
+    Row("recomputed-loss", Case(recomputed="everything"), {}),
+    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
+    Row(
+        "one-backward-for-two-batches",
+        Case(lengths=(24, 17), recomputed="blocks", optimisation="delayed"),
+        {},
+    ),
+    Row("labels-on-one-rank", Case(valid="front"), {}, cp=3),
+    Row("padding-both", Case(padding=("left", "right")), {"layout": "contiguous"}, cp=3),
+    Row("root-only", Case(), {"auto_wrap_policy": ()}),
+    Row("root-only-manual", Case(optimisation="manual"), {"auto_wrap_policy": ()}),
+    Row(
+        "everything-on-four-ranks",
+        Case(
+            samples=24,
+            epochs=2,
+            momentum=0.9,
+            recomputed="blocks",
+            kv_heads=2,
+            trainer=trainer(accumulate_grad_batches=2, gradient_clip_val=0.1),
+        ),
+        {},
+        2,
+        2,
+    ),
+]
+
+
+def check(row: Row, pool: Pool, precision: str) -> None:
+    case = replace(row.case, precision=precision)
+    expected = pool.run(fit, case, world=row.dp)
+    options = {"context_parallel_size": row.cp, "zero_stage": 3, **row.options}
+    for rank, found in enumerate(pool.run(fit, case, options, world=row.dp * row.cp)):
+        one = expected[rank // row.cp]
+        assert (found.ids, found.counts) == (one.ids, one.counts), f"rank {rank}"
+        distances = furthest(found, one)
+        print(f"{row.name} {precision} rank {rank}: {distances}")
+        assert max(distances.values()) <= TOLERANCE[precision], f"rank {rank}: {distances}"
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_training(row, pool):
+    check(row, pool, "64-true")
+
+
+@pytest.mark.parametrize("row", ROWS[:2], ids=lambda row: row.name)
+def test_training_in_single_precision(row, pool):
+    check(row, pool, "32-true")
+
+
+ONE, TWO = Case(samples=12, momentum=0.9), Case(samples=12, momentum=0.9, epochs=2)
+SHARDED = {"zero_stage": 3}
+MESHES: dict[str, tuple[int, dict[str, Any] | None]] = {
+    "plain1": (1, None),
+    "cp2": (2, SHARDED),
+    "cp3": (3, SHARDED),
+    "plain2": (2, None),
+    "dp2": (2, {**SHARDED, "context_parallel_size": 1}),
+    "dp2cp2": (4, {**SHARDED, "context_parallel_size": 2}),
+    "replicated": (2, {}),
+}
+FOLDER = {"save_distributed_checkpoint": True}
+
+
+def fit_saving(
+    rank: int, world: int, options: dict[str, Any] | None, folder: Path
+) -> tuple[Outcome, list[str]]:
+    """One epoch with checkpoints; what the callback kept, and one file of the Trainer's own."""
+    callback = ModelCheckpoint(folder, filename="best", monitor="val_loss")
+    model = seeded(ONE)
+    run = trainer_of(rank, world, ONE, options, enable_checkpointing=True, callbacks=[callback])
+    run.fit(model, *loaders(ONE))
+    run.save_checkpoint(folder / "after.ckpt")
+    found = outcome(run, model)
+    run.save_checkpoint(folder / "weights.ckpt", weights_only=True)
+    return found, sorted(x.name for x in folder.iterdir())
+
+
+def fit_resuming(rank: int, world: int, options: dict[str, Any] | None, path: Path) -> Outcome:
+    """The second epoch; the parameters that the module starts with are others."""
+    model = seeded(TWO)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    run = trainer_of(rank, world, TWO, options)
+    run.fit(model, *loaders(TWO), ckpt_path=path)
+    return outcome(run, model)
+
+
+def evaluate_file(
+    rank: int, world: int, options: dict[str, Any] | None, path: Path
+) -> dict[str, float]:
+    model = seeded(replace(ONE, momentum=0.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    run = trainer_of(rank, world, ONE, options)
+    run.validate(model, loaders(ONE)[1], ckpt_path=path, verbose=False)
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """Folder and outcome of an epoch on a mesh."""
+    found: dict[tuple[str, bool], tuple[Path, Outcome]] = {}
+
+    def save(name: str, distributed: bool = False) -> tuple[Path, Outcome]:
+        if (name, distributed) not in found:
+            path = tmp_path_factory.mktemp(name)
+            world, options = MESHES[name]
+            if options is not None and distributed:
+                options = {**options, **FOLDER}
+            results = pool.run(fit_saving, options, path, world=world)
+            for _, files in results:
+                assert {"after.ckpt", "best.ckpt", "weights.ckpt"} <= set(files)
+            found[name, distributed] = path, results[0][0]
+        return found[name, distributed]
+
+    return save
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(pool):
+    """The second of two epochs of the plain Trainer on one or two devices."""
+    found = {dp: pool.run(fit, TWO, world=dp) for dp in (1, 2)}
+
+    def second(name: str, rank: int) -> Outcome:
+        dp = 2 if name in ("plain2", "dp2", "dp2cp2") else 1
+        one = found[dp][rank * dp // MESHES[name][0]]
+        steps = 3 * 2 // dp
+        return one._replace(ids=one.ids[2 * steps :], step_losses=one.step_losses[steps:])
+
+    return second
+
+
+def test_file_is_that_of_the_plain_trainer(saved):
+    (plain, _), (cut, found) = saved("plain1"), saved("cp2")
+    for file in ("after.ckpt", "best.ckpt"):
+        one, other = (torch.load(path / file, weights_only=True) for path in (plain, cut))
+        assert one.keys() == other.keys()
+        assert list(one["state_dict"]) == list(other["state_dict"])
+        for name, value in one["state_dict"].items():
+            assert type(other["state_dict"][name]) is torch.Tensor
+            assert torch.equal(other["state_dict"][name], torch.from_numpy(found.parameters[name]))
+            assert torch.allclose(other["state_dict"][name], value, rtol=0, atol=1e-6), name
+        (expected,), (states,) = one["optimizer_states"], other["optimizer_states"]
+        assert states["param_groups"] == expected["param_groups"]
+        for index, state in expected["state"].items():
+            momentum = states["state"][index]["momentum_buffer"]
+            assert torch.allclose(momentum, state["momentum_buffer"], rtol=0, atol=1e-6), index
+    weights = torch.load(cut / "weights.ckpt", weights_only=True)
+    assert "optimizer_states" not in weights
+
+
+def test_file_loads_in_one_process(saved):
+    path, found = saved("cp2")
+    model = LanguageModel.load_from_checkpoint(path / "after.ckpt", case=ONE)
+    for name, value in model.state_dict().items():
+        assert np.array_equal(value.numpy(), found.parameters[name]), name
+
+
+def check_resumed(name: str, file: Path, uninterrupted: Any, pool: Pool, **more: Any) -> None:
+    world, options = MESHES[name]
+    options = None if options is None else {**options, **more}
+    for rank, found in enumerate(pool.run(fit_resuming, options, file, world=world)):
+        expected = uninterrupted(name, rank)
+        assert (found.ids, found.counts) == (expected.ids, expected.counts), rank
+        distances = furthest(found, expected)
+        assert max(distances.values()) <= 1e-6, distances
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("cp2", "cp2"),
+        ("cp2", "plain1"),
+        ("plain1", "cp3"),
+        ("cp3", "replicated"),
+        ("replicated", "cp2"),
+        ("dp2", "dp2cp2"),
+        ("dp2cp2", "plain2"),
+    ],
+)
+def test_file_resumes(before, after, saved, uninterrupted, pool):
+    check_resumed(after, saved(before)[0] / "best.ckpt", uninterrupted, pool)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("cp2", "cp2"), ("cp2", "cp3"), ("dp2", "dp2cp2"), ("dp2cp2", "dp2")]
+)
+def test_folder_resumes(before, after, saved, uninterrupted, pool):
+    file = saved(before, distributed=True)[0] / "best.ckpt"
+    assert file.is_dir()
+    check_resumed(after, file, uninterrupted, pool)
+    if after == "cp3":
+        check_resumed(after, file, uninterrupted, pool, **FOLDER)
+
+
+def test_folder_becomes_a_file(saved, uninterrupted, pool, tmp_path):
+    """With Lightning's own tool, for the plain Trainer."""
+    path, found = saved("cp2", distributed=True)
+    content = _format_checkpoint(_load_distributed_checkpoint(path / "after.ckpt"))
+    for name, value in content["state_dict"].items():
+        assert np.array_equal(value.numpy(), found.parameters[name]), name
+    torch.save(content, tmp_path / "one.ckpt")
+    check_resumed("plain1", tmp_path / "one.ckpt", uninterrupted, pool)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_checkpoint_is_evaluated(distributed, saved, pool):
+    file = saved("cp2", distributed)[0] / "weights.ckpt"
+    (expected,) = pool.run(evaluate_file, None, saved("plain1")[0] / "after.ckpt", world=1)
+    for found in pool.run(evaluate_file, SHARDED, file, world=3):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_folder_needs_sharded_parameters(saved, pool):
+    file = saved("cp2", distributed=True)[0] / "after.ckpt"
+    for failure in pool.failures(fit_resuming, {}, file, world=2):
+        assert failure.kind == "ConfigError"
+        assert "consolidate_checkpoint" in failure.message
