@@ -19,7 +19,7 @@ def recorded_logs(module: nn.Module, logs: dict[str, float]) -> Iterator[None]:
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
-            logs[name] = float(value)
+            logs[name] = float(value.detach() if isinstance(value, Tensor) else value)
 
     def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in dictionary.items():
