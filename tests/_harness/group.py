@@ -1,10 +1,11 @@
-"""One context-parallel group of all ranks of a task."""
+"""Context parallelism over all ranks of a task of the pool, without Lightning."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from lightning_cp import ContextParallel
 from lightning_cp.config import Config
@@ -31,3 +32,8 @@ def one_group(rank: int, world: int, **options: Any) -> Iterator[ContextParallel
     finally:
         parallel.close()
         mesh.close()
+
+
+def grads_of(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients of the parameters that have one, by name."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

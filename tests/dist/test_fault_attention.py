@@ -17,7 +17,7 @@ from lightning_cp.comm.failure import forget
 from lightning_cp.errors import ContextParallelError
 from lightning_cp.layout import LAYOUTS
 from tests._harness import hf
-from tests._harness.on_ranks import grads_of, parallel
+from tests._harness.group import grads_of, one_group
 from tests._harness.parts import WIDTH, Attention, made
 from tests._harness.pool import Pool
 
@@ -96,7 +96,7 @@ class Packed(NamedTuple):
 def run_packed(rank: int, world: int, name: str, layout: str, packs: list[Any]) -> bytes:
     make, documents = MODELS[name]
     model, found = make(), []
-    with parallel(rank, world, layout=layout, documents=documents) as context, torch.no_grad():
+    with one_group(rank, world, layout=layout, documents=documents) as context, torch.no_grad():
         for lengths in packs:
             logits = []
             for part in (torch.empty(0).long(), *torch.arange(8).split(lengths)):
@@ -190,7 +190,7 @@ def stack() -> nn.Module:
 def run_padded(rank: int, world: int, rows: list[Padded]) -> bytes:
     """Loss, whole logits and gradients for every batch and filling; they have the same options."""
     found = {}
-    with parallel(rank, world, layout=rows[0].layout, exchange=rows[0].exchange) as context:
+    with one_group(rank, world, layout=rows[0].layout, exchange=rows[0].exchange) as context:
         for padded in rows:
             for filling in FILLINGS:
                 model = made(stack)()
@@ -260,7 +260,7 @@ def crossing() -> tuple[Batch, Tensor]:
 def run_crossing(rank: int, world: int) -> bytes:
     """The refusal, and what it says to do."""
     batch, memory = crossing()
-    with parallel(rank, world) as context:
+    with one_group(rank, world) as context:
         shard = context.shard(batch)
         said = "nothing"
         try:
@@ -314,7 +314,7 @@ def run_dropout(rank: int, world: int) -> bytes:
     """What training says, and logits in eval mode."""
     found = []
     for make in DROPPING:
-        with parallel(rank, world) as context:
+        with one_group(rank, world) as context:
             model, said = make(), "nothing"
             shard = context.shard({"input_ids": ids(7)}, module=model)
             try:

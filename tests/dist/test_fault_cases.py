@@ -19,7 +19,7 @@ from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.diagnostics.trace import CollectiveRecorder
 from lightning_cp.errors import MismatchError
 from lightning_cp.loss import token_sums
-from tests._harness.on_ranks import grads_of, parallel
+from tests._harness.group import grads_of, one_group
 from tests._harness.parts import Model, made, pieces
 from tests._harness.pool import Pool
 from tests._harness.trainer import pool_trainer
@@ -71,7 +71,7 @@ MEANS: dict[str, Callable[[ContextParallel, Shard, Tensor], Tensor]] = {
 def run_weights(rank: int, world: int, how: str, places: tuple[int, ...]) -> bytes:
     """Loss, the weight of every local token in the mean over ranks, and sum and count."""
     batch = {"scores": scores().log_softmax(-1), "labels": labels_at(*places)}
-    with parallel(rank, world, layout="contiguous", sequence_dims={"scores": 1}) as context:
+    with one_group(rank, world, layout="contiguous", sequence_dims={"scores": 1}) as context:
         shard = context.shard(batch)
         logs = shard.batch["scores"].requires_grad_()
         with context.active(shard):
@@ -112,7 +112,7 @@ def run_collectives(rank: int, world: int, places: tuple[int, ...]) -> bytes:
     batch = {"inputs_embeds": scores(), "labels": labels_at(*places)}
     torch.manual_seed(1)
     head = nn.Linear(CLASSES, CLASSES).double()
-    with parallel(rank, world, layout="contiguous") as context:
+    with one_group(rank, world, layout="contiguous") as context:
         shard = context.shard(batch)
         with context.active(shard), CollectiveRecorder() as recorder:
             logits = head(shard.batch["inputs_embeds"])
@@ -152,7 +152,7 @@ def undefined() -> Batch:
 def run_undefined(rank: int, world: int, layout: str) -> bytes:
     """Loss, and gradient of whole scores, for every loss."""
     found = {}
-    with parallel(rank, world, layout=layout, sequence_dims={"scores": 1}) as context:
+    with one_group(rank, world, layout=layout, sequence_dims={"scores": 1}) as context:
         for name, loss_of in LOSSES.items():
             shard = context.shard(undefined())
             local = shard.batch["scores"].requires_grad_()
@@ -285,7 +285,7 @@ def run_own_count(rank: int, world: int, places: tuple[int, ...]) -> str:
     """What the comparison of the first step says; where nothing, the module the verifier names."""
     model = made(OwnCount)()
     batch = {"input_ids": pieces(8)[:1, :8].clone(), "labels": labels_at(*places)}
-    with parallel(rank, world, layout="contiguous") as context:
+    with one_group(rank, world, layout="contiguous") as context:
         shard = context.shard(batch, module=model)
         with context.active(shard):
             loss = model.training_step(shard.batch, 0)  # type: ignore[operator]

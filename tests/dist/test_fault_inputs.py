@@ -16,7 +16,7 @@ from lightning_cp import functional
 from lightning_cp.errors import ContextParallelError
 from lightning_cp.layout import zigzag
 from tests._harness import hf
-from tests._harness.on_ranks import grads_of, parallel
+from tests._harness.group import grads_of, one_group
 from tests._harness.parts import CLASSES, WIDTH, Attention, Classifier, made
 from tests._harness.pool import Pool
 
@@ -62,7 +62,7 @@ def table_of() -> Tensor:
 def run_embedded(rank: int, world: int, case: Embedded) -> bytes:
     """Loss, this rank's gradients of table and model, and that of dummies."""
     table, model = table_of(), made(stack)()
-    with parallel(rank, world, pad_to_multiple_of=case.multiple) as context:
+    with one_group(rank, world, pad_to_multiple_of=case.multiple) as context:
         batch, embeds = case.step(table, model)
         embeds.retain_grad()
         shard = context.shard(batch, module=model)
@@ -113,7 +113,7 @@ def run_classes(rank: int, world: int, labels: Tensor, declared: bool) -> bytes:
     """Loss and gradients, or the refusal."""
     model = made(Classifier, MeanHead)()
     dims: dict[str, int | None] = {"labels": None} if declared else {}
-    with parallel(rank, world, sequence_dims=dims) as context:
+    with one_group(rank, world, sequence_dims=dims) as context:
         try:
             shard = context.shard({"input_ids": hf.tokens(4, 4), "labels": labels}, module=model)
             with context.active(shard):
@@ -162,7 +162,7 @@ def run_ignoring(rank: int, world: int, layout: str) -> list[str]:
     labels = torch.arange(8)[None]
     shifted = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
     batch = {"inputs_embeds": features(), "labels": labels, "shift_labels": shifted}
-    with parallel(rank, world, layout=layout) as context:
+    with one_group(rank, world, layout=layout) as context:
         for _ in range(3):
             shard = context.shard(batch, module=model)
             try:
@@ -199,7 +199,7 @@ def run_full(rank: int, world: int, declared: bool) -> list[str]:
     batch = {"inputs_embeds": features(), "labels": torch.arange(8)[None], "mask": mask}
     dims: dict[str, int | None] = {"mask": None} if declared else {}
     said = []
-    with parallel(rank, world, sequence_dims=dims) as context:
+    with one_group(rank, world, sequence_dims=dims) as context:
         for use in FULL.values():
             try:
                 shard = context.shard(batch)
