@@ -7,6 +7,8 @@ import pytest
 
 from lightning_cp.cli.main import main
 
+pytestmark = pytest.mark.timeout(300)  # every test starts a few processes
+
 MODEL = """
 import torch
 import torch.nn.functional as F

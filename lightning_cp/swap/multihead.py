@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
+from lightning_cp.swap._torch import is_tracing
 from lightning_cp.swap.guard import outside_only
 from lightning_cp.swap.sdpa import check_padding
 from lightning_cp.swap.where import caller
@@ -64,7 +65,9 @@ def multi_head_attention_forward(original: Callable[..., Output]) -> Callable[..
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Output:
         call = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-        if torch.compiler.is_compiling():
+        # Before torch 2.12 the function stays one node of the graph, and is called while that is
+        # made: not compiling any more, but with fake tensors.
+        if torch.compiler.is_compiling() or is_tracing(call["query"]):
             return _traced(original, call)
         context = SLOT.current
         if context is not None:

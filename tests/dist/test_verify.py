@@ -3,35 +3,25 @@
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_cp import verify
-from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.diagnostics.verify import Report
-from lightning_cp.mesh import build_mesh
-from lightning_cp.topology import Topology
 from tests._harness.faults import FAULTS, Planted
+from tests._harness.group import one_group
+from tests._harness.hf import build
 from tests._harness.pool import Pool
 from tests._harness.right import RIGHT
 
 pytestmark = pytest.mark.dist
 
+LENGTH = 37
+
 
 def verified(rank: int, world: int, planted: Planted, layout: str) -> Report:
     """Verify one model; a task of the pool."""
-    import torch
-
-    mesh = build_mesh(
-        Topology.resolve(world=world, local_world=world, cp=world, dp=1), device=torch.device("cpu")
-    )
-    parallel = ContextParallel(
-        mesh.cp, meta=mesh.meta, rank=rank, world=world, config=Config(layout=layout)
-    )
-    try:
+    with one_group(rank, world, layout=layout) as parallel:
         return verify(planted.make(), planted.batch(), parallel=parallel, show=False)
-    finally:
-        parallel.close()
-        mesh.close()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -53,3 +43,41 @@ def test_right_models_have_no_finding(
     for report in pool.run(verified, planted, layout, world=world):
         assert report.ok, report.finding
         assert report.compared.attention[0] == report.compared.attention[1] > 0
+
+
+def rows(kind: str) -> dict[str, Any]:
+    """Tokens and labels for a model of transformers; padded on both sides, packed, or plain."""
+    tokens = torch.randint(1, 128, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+    batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens.clone()}
+    if kind == "padded":
+        mask = torch.ones_like(tokens)
+        mask[0, :5], mask[1, -9:] = 0, 0
+        batch |= {"attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    if kind == "packed":
+        starts = torch.cat([torch.arange(13), torch.arange(LENGTH - 13)])
+        batch |= {"position_ids": starts.expand(2, -1).contiguous(), "use_cache": False}
+    return batch
+
+
+def pretrained(rank: int, world: int, name: str, kind: str) -> Report:
+    """Verify a model of transformers; a task of the pool."""
+    with one_group(rank, world) as parallel:
+        return verify(build(name), rows(kind), parallel=parallel, show=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("llama", "plain"),
+        ("llama", "padded"),
+        ("llama", "packed"),
+        ("qwen3", "padded"),
+        ("gpt2", "padded"),
+        ("bert", "padded"),
+    ],
+)
+def test_models_of_transformers_have_no_finding(pool: Pool, name: str, kind: str) -> None:
+    for report in pool.run(pretrained, name, kind, world=3):
+        assert report.ok, report.finding
+        assert report.compared.attention == (2, 2)
+        assert report.compared.output < 1, "also where inputs have other shapes"

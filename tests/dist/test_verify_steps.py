@@ -10,13 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_cp import ContextParallel, ContextParallelStrategy, functional, verify
-from lightning_cp.config import Config
+from lightning_cp import ContextParallelStrategy, functional, verify
 from lightning_cp.diagnostics.verify import Report
 from lightning_cp.errors import BatchError, MismatchError, VerificationError
-from lightning_cp.mesh import build_mesh
-from lightning_cp.topology import Topology
 from tests._harness.faults import FAULTS, tokens
+from tests._harness.group import one_group
 from tests._harness.models import Case, LanguageModel, loaders, seeded
 from tests._harness.parts import Transformer
 from tests._harness.pool import Pool
@@ -230,16 +228,8 @@ def test_token_mean_is_what_is_compared(pool: Pool) -> None:
 
 def averaged(rank: int, world: int, make: Callable[[], nn.Module], batch: Any) -> Report:
     """Verify with `loss="token_mean"`; a task of the pool."""
-    topology = Topology.resolve(world=world, local_world=world, cp=world, dp=1)
-    mesh = build_mesh(topology, device=torch.device("cpu"))
-    parallel = ContextParallel(
-        mesh.cp, meta=mesh.meta, rank=rank, world=world, config=Config(loss="token_mean")
-    )
-    try:
+    with one_group(rank, world, loss="token_mean") as parallel:
         return verify(make(), batch, parallel=parallel, show=False)
-    finally:
-        parallel.close()
-        mesh.close()
 
 
 def own_step(rank: int, world: int) -> Report:

@@ -1,6 +1,6 @@
 """Comparing what one device computed with what a rank computed on its part of the sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -50,15 +50,24 @@ def furthest(whole: Mapping[str, Tensor], part: Mapping[str, Tensor], context: C
 def difference(whole: Tensor, part: Tensor, context: Context) -> Difference:
     """Compare a whole tensor at this rank's positions with the rank's own tensor.
 
-    Dimensions whose sizes differ must be the sequence, or rows and sequence as one dimension.
-    Dummy tokens and padding are left out, because one device has no meaning for them either.
+    Dimensions whose sizes differ must be the sequence, rows and sequence as one dimension, or rows
+    that are alike (positions `[S]` or `[1, S]` beside `[B, S]`). Dummy tokens and padding are left
+    out, because one device has no meaning for them either.
     """
     shapes = (tuple(whole.shape), tuple(part.shape))
-    if whole.ndim != part.ndim or whole.layout != torch.strided or part.layout != torch.strided:
+    if whole.layout != torch.strided or part.layout != torch.strided:
         return Difference(float("inf"), shapes)
-    expected, found = whole, part
-    for dim in range(whole.ndim):
-        if whole.shape[dim] != part.shape[dim]:
+    ndim = max(whole.ndim, part.ndim)
+    expected, found = (x.reshape((1,) * (ndim - x.ndim) + x.shape) for x in (whole, part))
+    for dim in range(ndim):
+        sizes = expected.shape[dim], found.shape[dim]
+        if sizes[0] == sizes[1]:
+            continue
+        if 1 in sizes and max(sizes) in {s.batch for s in context.sequences.values()}:
+            expected, found = (
+                x.expand(*x.shape[:dim], max(sizes), *x.shape[dim + 1 :]) for x in (expected, found)
+            )
+        else:
             pair = _cut(expected, found, dim, context)
             if pair is None:
                 return Difference(float("inf"), shapes)
@@ -122,6 +131,11 @@ def _visible(
         return whole, part
     hidden = ~mask.reshape(shape).to(whole.device)
     return whole.masked_fill(hidden, 0), part.masked_fill(hidden, 0)
+
+
+def coarsest(tensors: Iterable[Tensor]) -> float:
+    """The largest difference that rounding explains in any of these tensors."""
+    return max((TOLERANCES.get(tensor.dtype, 0.0) for tensor in tensors), default=0.0)
 
 
 def _coarser(a: Tensor, b: Tensor) -> torch.dtype:

@@ -21,6 +21,7 @@ def recorded_logs(module: nn.Module, logs: dict[str, Logged]) -> Iterator[None]:
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1):
+            value = value.detach() if isinstance(value, Tensor) else value
             number = float(value) if isinstance(value, float) or _is_float(value) else int(value)
             kind = reduction_of(kwargs.get("reduce_fx", "mean")) or "mean"
             logs[name] = Logged(name, number, kind, kwargs.get("batch_size"))
