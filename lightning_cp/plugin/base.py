@@ -95,6 +95,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         verify: "first_batch" runs the first training batch (at most 512 tokens of every row) with
             and without context parallelism before anything is trained, prints a table, and stops
             with the name of the first module that differs; "off".
+        find_unused_parameters: with zero_stage=0, let a backward leave parameters out, as with
+            `toggle_optimizer` or a branch that is not taken; that of torch's
+            DistributedDataParallel. With zero_stage=3 a backward may always do so.
         process_group_backend: backend of the default process group.
         timeout: how long a collective may wait.
 
@@ -104,6 +107,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
     """
 
     strategy_name = "context_parallel"
+    _followed: frozenset[int] = frozenset()
     _flavor: ClassVar[Flavor]
 
     def __init__(
@@ -124,6 +128,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         mp_policy: MixedPrecisionPolicy | None = None,
         save_distributed_checkpoint: bool = False,
         verify: Literal["off", "first_batch"] = "off",
+        find_unused_parameters: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -143,6 +148,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         )
         self._wrap, self._policy = auto_wrap_policy, mp_policy
         self._distributed_checkpoint = save_distributed_checkpoint
+        self._find_unused = find_unused_parameters
         self._check_options()
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout
@@ -244,15 +250,26 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
 
         Buffers follow the first virtual device where there are several; within one they are equal.
         """
-        trained = any(p.requires_grad for p in model.parameters())
-        if self._mesh is None or self._shards or not trained:
+        self._followed = _trained(model)
+        if self._mesh is None or self._shards or not self._followed:
             return model
         return DistributedDataParallel(
             model,
             device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
             process_group=self._mesh.grad,
+            find_unused_parameters=self._find_unused,
             **forward_sync_buffers(self.topology.dp > 1),
         )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Average the gradients of what is trained now: parameters may be frozen and thawed."""
+        super().on_train_batch_start(batch, batch_idx)
+        module = self.lightning_module
+        if self._mesh is None or self._shards or module is None:
+            return
+        if _trained(module) != self._followed:
+            self.model = self._setup_model(module)
 
     @override
     def model_to_device(self) -> None:
@@ -348,3 +365,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         if self._layer_sync and self.model is not None and fitted:
             self.model = self._layer_sync.revert(self.model)
         super().teardown()
+
+
+def _trained(module: torch.nn.Module) -> frozenset[int]:
+    return frozenset(id(p) for p in module.parameters() if p.requires_grad)

@@ -40,6 +40,7 @@ class ContextParallelMixin:
     _mesh: Mesh | None = None
     _parallel: ContextParallel | None = None
     _shard: Shard | None = None
+    _repeats: tuple[Any, Shard] | None = None
     _context: Context | None = None
     _table: StartTable | None = None
     _logs: StepLogs | None = None
@@ -163,7 +164,7 @@ class ContextParallelMixin:
         if self._metrics is not None:
             self._metrics.remove()
         self._parallel, self._logs, self._seeds, self._metrics = None, None, None, None
-        self._shard, self._context = None, None
+        self._shard, self._repeats, self._context = None, None, None
 
     def _close_groups(self) -> None:
         """Give the groups back; nothing uses them any more."""
@@ -275,14 +276,23 @@ class ContextParallelMixin:
             )
         return None if loss is None else self._parallel.token_mean(shard, loss)
 
+    def _next_shard(self, batch: Any) -> Shard | None:
+        """What was cut for a step; the same again where an optimizer repeats a step, as LBFGS."""
+        shard, self._shard = self._shard, None
+        if shard is not None:
+            self._repeats = batch, shard
+        elif self._repeats is not None and self._repeats[0] is batch:
+            shard = self._repeats[1]
+        return shard
+
     def _step(
         self, step: Callable[..., Any], args: Any, kwargs: Any, *, predicts: bool = False
     ) -> Any:
         parallel, logs, seeds = self._parallel, self._logs, self._seeds
-        shard, self._shard = self._shard, None
         if parallel is None or logs is None or seeds is None:
             return step(*args, **kwargs)
         try:
+            shard = self._next_shard(args[0] if args else None)
             if shard is None:
                 raise RefusedError(
                     "a step ran on a batch that did not pass through the strategy (a step that "

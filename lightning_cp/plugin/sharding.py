@@ -47,6 +47,7 @@ class ShardedParameters(Host):
     _wrap: fsdp.WrapPolicy | None
     _policy: MixedPrecisionPolicy | None
     _distributed_checkpoint: bool
+    _find_unused: bool
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -65,6 +66,11 @@ class ShardedParameters(Host):
 
     def _check_options(self) -> None:
         """Refuse options that would do nothing."""
+        if self._find_unused and self._config.zero_stage == 3:
+            raise ConfigError(
+                "find_unused_parameters=True is about zero_stage=0; with zero_stage=3 a backward "
+                "may leave parameters out, so leave the option out"
+            )
         given = {
             "auto_wrap_policy": self._wrap is not None,
             "mp_policy": self._policy is not None,

@@ -1,0 +1,103 @@
+"""The table of docs/lightning-features.md: every row is run, and the page is that of the list."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import callbacks
+
+from lightning_cp import ContextParallelStrategy
+from lightning_cp.errors import ConfigError
+from tests._harness.feature_runs import differences
+from tests._harness.features import FEATURES, GROUPS, PAGE, Feature, Raised, markdown, perform
+from tests._harness.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+TOGETHER = 12
+NEWER = {
+    "WeightAveraging (EMA)": "EMAWeightAveraging",
+    "WeightAveraging with zero_stage=3": "EMAWeightAveraging",
+}
+Outcomes = Callable[[str, bool], list[Any]]
+
+
+@pytest.fixture(scope="module")
+def outcomes(pool: Pool, tmp_path_factory: Any) -> Outcomes:
+    """What the runs of a feature gave on every rank; several are run in one task."""
+    found: dict[tuple[str, bool], list[Any]] = {}
+
+    def together(world: int, plain: bool) -> list[str]:
+        return [
+            name
+            for name, feature in FEATURES.items()
+            if (feature.plain if plain else feature.world) == world and available(name)
+        ]
+
+    def run(name: str, plain: bool) -> list[Any]:
+        if (name, plain) not in found:
+            feature = FEATURES[name]
+            world = feature.plain if plain else feature.world
+            alike = together(world, plain)
+            start = alike.index(name) // TOGETHER * TOGETHER
+            names = alike[start : start + TOGETHER]
+            folder: Path = tmp_path_factory.mktemp("features")
+            results = pool.run(perform, names, plain, folder, world=world, timeout=100)
+            for number, one in enumerate(names):
+                found[one, plain] = [result[number] for result in results]
+        return found[name, plain]
+
+    return run
+
+
+def available(name: str) -> bool:
+    """Whether this Lightning has the feature."""
+    return name not in NEWER or hasattr(callbacks, NEWER[name])
+
+
+def check(feature: Feature, outcomes: Outcomes) -> None:
+    found = outcomes(feature.name, False)
+    if feature.expectation == "refused":
+        for rank, outcome in enumerate(found):
+            assert isinstance(outcome, Raised), f"rank {rank} was not refused"
+            assert re.search(feature.message, outcome.message), f"rank {rank}: {outcome.trace}"
+        return
+    for rank, outcome in enumerate(found):
+        assert not isinstance(outcome, Raised), f"rank {rank}: {outcome.trace}"
+    expected = outcomes(feature.name, True) if feature.plain else []
+    for rank, outcome in enumerate(found if feature.plain else []):
+        one = expected[rank * feature.plain // feature.world]
+        assert not isinstance(one, Raised), f"plain: {one.trace}"
+        if outcome is None:
+            assert rank > 0
+            continue
+        far = [x for x in differences(outcome, one) if not x[1] <= feature.tolerance]
+        assert not far, f"rank {rank}: {far[:5]}"
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_feature(name, outcomes):
+    if not available(name):
+        pytest.skip(f"this Lightning has no {NEWER[name]}")
+    check(FEATURES[name], outcomes)
+
+
+def test_option_that_would_do_nothing_is_refused():
+    with pytest.raises(ConfigError, match="find_unused_parameters=True is about zero_stage=0"):
+        ContextParallelStrategy(zero_stage=3, find_unused_parameters=True)
+
+
+def test_page_is_that_of_the_list():
+    assert PAGE.read_text(encoding="utf-8") == markdown(), "run: python -m tests._harness.features"
+
+
+def test_no_cell_is_empty_and_no_row_twice():
+    rows = [feature for group in GROUPS.values() for feature in group]
+    assert len(rows) == len(FEATURES) >= 45
+    for row in rows:
+        assert row.name.strip()
+        assert row.how.strip()
+        assert "|" not in row.name + row.how
+        assert bool(row.message) == (row.expectation == "refused")
