@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
+from lightning_cp.comm.p2p import GroupLink
 from lightning_cp.context import SLOT, CallLog, Context, Sequence
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
@@ -67,7 +68,8 @@ def forward_implementation(
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan
-    out, lse = executor.forward(plan, kernel, q, k, v, scale=scale, group=context.group)
+    link = GroupLink(context.group)
+    out, lse = executor.run(executor.forward(plan, kernel, q, k, v, scale=scale, link=link))
     return out, lse, torch.tensor(handle)
 
 
@@ -84,15 +86,9 @@ def backward_implementation(
     """What the backward operator runs; returns dq, dk and dv."""
     context, plan = SLOT.bound(int(handle))
     assert plan is not None  # invariant: attention handles always carry a plan
-    return executor.backward(
-        plan,
-        resolve(context.kernel, q, v),
-        Saved(q, out, lse, grad),
-        k,
-        v,
-        scale=scale,
-        group=context.group,
-    )
+    kernel, saved = resolve(context.kernel, q, v), Saved(q, out, lse, grad)
+    link = GroupLink(context.group)
+    return executor.run(executor.backward(plan, kernel, saved, k, v, scale=scale, link=link))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:

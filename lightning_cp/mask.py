@@ -15,12 +15,20 @@ Documents = Edges | tuple[Edges, ...]
 """Edges that all rows share, or those of every row."""
 
 
+Window = tuple[int | None, int | None]
+"""How many keys before and after its own position a query sees, None for all of them."""
+
+Band = tuple[int, int]
+"""Smallest and largest distance, both included, from a query to a key that it sees."""
+
+
 class Rect(NamedTuple):
-    """Queries `q` may see keys `k`; where `causal`, only keys at or before the query."""
+    """Queries `q` may see keys `k`: all, those at or before the query, or those in a band."""
 
     q: Span
     k: Span
     causal: bool
+    band: Band | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +37,8 @@ class Mask:
 
     Query `i` of batch row `b` sees key `j` if all of these hold: `j <= i` where `is_causal`; both
     lie in the same document where `documents` is given; `j` lies in `keys[b]` where `keys` is
-    given. Positions at or past `q_length` / `kv_length` are dummies: they see nothing and are
-    seen by nobody.
+    given; `i - left <= j <= i + right` where `window=(left, right)` is given. Positions at or past
+    `q_length` / `kv_length` are dummies: they see nothing and are seen by nobody.
 
     Args:
         q_length: number of real queries of the whole sequence.
@@ -40,10 +48,13 @@ class Mask:
             with one for every batch row; zero-length documents are skipped. Needs
             `q_length == kv_length`.
         keys: for every batch row the span of visible keys (left and right padding cut off).
+        window: how many keys before and after its own position a query sees; None for no limit
+            on that side, or on either.
 
     Raises:
         BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, has another
-            number of rows than `keys`, or a span of `keys` lies outside `0..kv_length`.
+            number of rows than `keys`, a span of `keys` lies outside `0..kv_length`, or a side
+            of `window` is negative.
     """
 
     q_length: int
@@ -51,6 +62,7 @@ class Mask:
     is_causal: bool = True
     documents: Documents | None = None
     keys: tuple[Span, ...] | None = None
+    window: Window | None = None
 
     def __post_init__(self) -> None:
         if self.documents is not None:
@@ -69,6 +81,12 @@ class Mask:
                     f"0..{self.kv_length}; give every row one (start, stop) with start <= stop "
                     f"inside the sequence, (0, 0) where all is padding"
                 )
+
+        if any(side is not None and side < 0 for side in self.window or ()):
+            raise BatchError(
+                f"window={self.window} must be (left, right): how many keys before and after its "
+                f"own position a query sees, each at least 0, or None for no limit"
+            )
 
     def _check_documents(self, edges: Edges) -> None:
         rising = all(low <= high for low, high in pairwise(edges))
@@ -131,8 +149,27 @@ class Mask:
                 q = (max(q[0], k[0]), q[1])
                 k = (k[0], min(k[1], q[1]))
             if q[0] < q[1] and k[0] < k[1]:
-                found.append(Rect(q, k, self.is_causal))
+                found.extend(self._narrowed(q, k))
         return tuple(found)
+
+    def _narrowed(self, q: Span, k: Span) -> tuple[Rect, ...]:
+        """What of a rectangle the window leaves; nothing where it hides all."""
+        if self.window is None:
+            return (Rect(q, k, self.is_causal),)
+        before, after = self.window
+        low, high = k[0] - q[1] + 1, k[1] - 1 - q[0]  # the distances that there are
+        first = low if before is None else max(low, -before)
+        last = high if after is None else min(high, after)
+        last = min(last, 0) if self.is_causal else last
+        q = (max(q[0], k[0] - last), min(q[1], k[1] - first))
+        k = (max(k[0], q[0] + first), min(k[1], q[1] + last))
+        if q[0] >= q[1] or k[0] >= k[1]:
+            return ()
+        unbound = first <= k[0] - q[1] + 1
+        if unbound and last >= k[1] - 1 - q[0]:
+            return (Rect(q, k, False),)
+        causal = unbound and last == 0
+        return (Rect(q, k, causal, None if causal else (first, last)),)
 
     def visible(self, q: int, k: int, *, row: int = 0) -> bool:
         """Whether query `q` of batch row `row` sees key `k`: the definition, element by element."""
@@ -141,6 +178,9 @@ class Mask:
         if self.is_causal and k > q:
             return False
         if self.keys and not self.keys[row][0] <= k < self.keys[row][1]:
+            return False
+        before, after = self.window or (None, None)
+        if (before is not None and k < q - before) or (after is not None and k > q + after):
             return False
         if self.documents is None:
             return True

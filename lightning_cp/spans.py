@@ -52,6 +52,22 @@ def intersection(left: Sequence[Span], right: Sequence[Span]) -> Spans:
     return tuple(common)
 
 
+def gaps(span: Span, covered: Sequence[Span]) -> Spans:
+    """The parts of `span` that lie in none of `covered`, sorted and disjoint."""
+    found: list[Span] = []
+    at, end = span
+    index = max(bisect_right(covered, (at, float("inf"))) - 1, 0)
+    for start, stop in covered[index:]:
+        if start >= end:
+            break
+        if at < start:
+            found.append((at, start))
+        at = max(at, stop)
+    if at < end:
+        found.append((at, end))
+    return tuple(found)
+
+
 def pieces(spans: Iterable[Span]) -> tuple[Piece, ...]:
     """Rows of a buffer that holds `spans` one after the other, sorted by global position."""
     placed: list[Piece] = []

@@ -46,20 +46,12 @@ def run_tile(name: str, tile: Tile, tensors: list[Tensor], scale: float) -> orac
     dtype = state_dtype(q.dtype)
     out = torch.zeros(grad.shape, dtype=dtype)
     lse = torch.full(q.shape[:3], INFINITE, dtype=dtype)
-    for part in kernel.split(tile):
-        (a, b), (c, d) = part.q, part.k
-        found = kernel.forward(
-            q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], is_causal=part.causal, scale=scale
-        )
-        merge_(out[:, :, a:b], lse[:, :, a:b], *found)
+    for part in kernel.forward([tile], q, k, v, scale=scale):
+        a, b = part.tile.q
+        merge_(out[:, :, a:b], lse[:, :, a:b], part.out, part.lse)
     out = out.to(q.dtype)
     sums = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
-    for part in kernel.split(tile):
-        (a, b), (c, d) = part.q, part.k
-        rows = Saved(*(x[:, :, a:b] for x in (q, out, lse, grad)))
-        grads = kernel.backward(
-            rows, k[:, :, c:d], v[:, :, c:d], is_causal=part.causal, scale=scale
-        )
+    for part, *grads in kernel.backward([tile], Saved(q, out, lse, grad), k, v, scale=scale):
         for total, (low, high), x in zip(sums, (part.q, part.k, part.k), grads, strict=True):
             total[:, :, low:high] += x
     return oracle.Answer(out, lse, *(x.to(q.dtype) for x in sums))
@@ -132,7 +124,8 @@ def test_half_precision_backward_is_computed_in_float_where_small(size: int) -> 
     for name, got, truth, plain in zip(names, found, answer, baseline, strict=True):
         assert_as_accurate(got, truth, plain, where=name)
     rows = Saved(q, found.out, found.lse, grad)
-    parts = KERNELS["sdpa"].backward(rows, k, v, is_causal=True, scale=0.3)
+    tile = Tile((0, size), (0, size), True)
+    ((_, *parts),) = KERNELS["sdpa"].backward([tile], rows, k, v, scale=0.3)
     assert {x.dtype for x in parts} == {torch.float32 if size <= SMALL else torch.bfloat16}
 
 

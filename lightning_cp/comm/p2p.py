@@ -1,7 +1,7 @@
 """Point-to-point exchange of packed buffers: one batch per round and direction."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -10,6 +10,33 @@ from lightning_cp.comm.failure import named
 
 Message = tuple[int, Tensor]
 """A peer (rank within the group) and one contiguous buffer."""
+
+
+class Waiting(Protocol):
+    """Messages in flight; their buffers must not be touched before `wait` returns."""
+
+    def wait(self) -> None: ...
+
+
+class Link(Protocol):
+    """What carries the messages of a plan: see `exchange`."""
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting: ...
+
+
+class GroupLink:
+    """Messages over a process group.
+
+    Args:
+        group: process group; peers are ranks within it.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+        """See `exchange`."""
+        return exchange(sends, receives, group=self.group)
 
 
 class Pending:

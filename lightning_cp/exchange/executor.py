@@ -1,19 +1,36 @@
 """The loop that runs a plan, forward and backward. It owns no decisions.
 
 Legend: B batch, H query heads, Hk key heads, S local queries, D head size.
+
+[Note: turns] Forward and backward are generators that give way before every wait for messages.
+One rank runs its own to the end; ranks that share a process take turns, see `together`.
 """
 
-from typing import Any
+from collections.abc import Generator, Sequence
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_cp.exchange.transfers import Homing, rounds
+from lightning_cp.comm.p2p import Link
+from lightning_cp.exchange.probe import Probe, silent
+from lightning_cp.exchange.running import RunningAttention, RunningSum
+from lightning_cp.exchange.transfers import Fetch, Homing, Pair, empty_pair
 from lightning_cp.kernels import Kernel
 from lightning_cp.kernels.base import Saved
-from lightning_cp.kernels.merge import merge_, state_dtype
+from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.plan import Plan, Tile
-from lightning_cp.spans import Span, intersection, union
+
+T = TypeVar("T")
+Turns = Generator[None, None, T]
+
+
+class Heads(NamedTuple):
+    """A group of heads: key heads, and the query heads that read them."""
+
+    q: slice
+    kv: slice
 
 
 def token_major(q: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -23,100 +40,227 @@ def token_major(q: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def forward(
-    plan: Plan, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *, scale: float, group: Any
-) -> tuple[Tensor, Tensor]:
+    plan: Plan,
+    kernel: Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    link: Link,
+    probe: Probe = silent,
+) -> Turns[tuple[Tensor, Tensor]]:
     """Attention of this rank's queries over the keys of the whole group.
 
     Args:
         plan: this rank's plan.
-        kernel: what computes a tile.
+        kernel: what computes tiles.
         q: local queries `[B, H, S, D]`.
         k: local keys `[B, Hk, Sk, D]`.
         v: local values `[B, Hk, Sk, Dv]`.
         scale: factor on the scores.
-        group: process group of the exchange; every rank of it calls.
+        link: what carries the messages; every rank of the group calls.
+        probe: is told of the phases.
 
     Returns:
         Output `[B, H, S, Dv]` in the dtype of `q`, and LSE `[B, H, S]` in float (double for
-        double), -inf and output 0 where a query sees no key.
+        double), -inf and output 0 where a query sees no key. (As a generator: see [Note: turns].)
     """
     dtype = state_dtype(q.dtype)
-    out = token_major(q, v.shape[-1], dtype).zero_()
-    lse = q.new_full(q.shape[:3], float("-inf"), dtype=dtype)
-    written: tuple[Span, ...] = ()
-    for step, (k_buffer, v_buffer) in rounds(plan, k, v, group=group):
-        for tile in (part for whole in step.tiles for part in kernel.split(whole)):
-            part, part_lse = kernel.forward(
-                *_cut(tile, q, k_buffer, v_buffer), is_causal=tile.causal, scale=scale
-            )
-            out_rows, lse_rows = _rows(out, tile.row, tile.q), _rows(lse, tile.row, tile.q)
-            if tile.row is None and not intersection(written, (tile.q,)):
-                out_rows.copy_(part)
-                lse_rows.copy_(part_lse)
-            else:
-                merge_(out_rows, lse_rows, part, part_lse)
-            written = union((*written, tile.q))
-    return out.to(q.dtype), lse
+    out = token_major(q, v.shape[-1], q.dtype)
+    lse = q.new_empty(q.shape[:3], dtype=dtype)
+    groups = _groups(plan, q, k)
+    own = [Pair(k[:, heads.kv], v[:, heads.kv]) for heads in groups]
+    fetch = Fetch(plan, own, link, probe)
+    fetch.post()
+    for heads, buffer in zip(groups, own, strict=True):
+        target, queries = out[:, heads.q], q[:, heads.q]
+        if q.dtype != dtype:
+            target = token_major(queries, v.shape[-1], dtype)
+        running = RunningAttention(target, lse[:, heads.q])
+        for index, step in enumerate(plan.rounds):
+            if index:
+                yield
+                buffer = fetch.wait()
+                fetch.post(buffer)
+            _attend(kernel, step.tiles, queries, buffer, running, scale=scale, probe=probe)
+        del buffer
+        running.finish()
+        if q.dtype != dtype:
+            with probe("copy"):
+                out[:, heads.q].copy_(target)
+        del target, running
+    return out, lse
+
+
+def _attend(
+    kernel: Kernel,
+    tiles: Sequence[Tile],
+    q: Tensor,
+    buffer: Pair,
+    running: RunningAttention,
+    *,
+    scale: float,
+    probe: Probe,
+) -> None:
+    parts = kernel.forward(tiles, q, buffer.k, buffer.v, scale=scale)
+    while True:
+        with probe("kernel"):
+            part = next(parts, None)
+        if part is None:
+            return
+        with probe("merge"):
+            running.add(part)
+        del part
 
 
 def backward(
-    plan: Plan, kernel: Kernel, saved: Saved, k: Tensor, v: Tensor, *, scale: float, group: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    plan: Plan,
+    kernel: Kernel,
+    saved: Saved,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    link: Link,
+    probe: Probe = silent,
+) -> Turns[tuple[Tensor, Tensor, Tensor]]:
     """Gradients of this rank's queries, keys and values; keys and values travel again.
 
     Args:
         plan: the plan of the forward.
-        kernel: what computes a tile.
+        kernel: what computes tiles.
         saved: local queries with the results of the forward and the gradient of the output.
         k: local keys.
         v: local values.
         scale: factor on the scores.
-        group: process group of the exchange; every rank of it calls.
+        link: what carries the messages; every rank of the group calls.
+        probe: is told of the phases.
 
     Returns:
         dq, dk, dv in the shapes and dtypes of the inputs. Sums over tiles and ranks are in float
-        (double for double) and cast once.
+        (double for double) and cast once. (As a generator: see [Note: turns].)
     """
-    dtype = state_dtype(saved.q.dtype)
-    dq = torch.zeros_like(saved.q, dtype=dtype)
-    own = (torch.zeros_like(k, dtype=dtype), torch.zeros_like(v, dtype=dtype))
-    homing: Homing | None = None
-    for index, (step, (k_buffer, v_buffer)) in enumerate(rounds(plan, k, v, group=group)):
-        grads = own
-        if index:
-            grads = (
-                k_buffer.new_zeros(k_buffer.shape, dtype=dtype),
-                v_buffer.new_zeros(v_buffer.shape, dtype=dtype),
-            )
-        for tile in (part for whole in step.tiles for part in kernel.split(whole)):
-            rows = Saved(*(_rows(x, tile.row, tile.q) for x in saved))
-            parts = kernel.backward(
-                rows,
-                _rows(k_buffer, tile.row, tile.k),
-                _rows(v_buffer, tile.row, tile.k),
-                is_causal=tile.causal,
-                scale=scale,
-            )
-            for total, span, part in zip(
-                (dq, *grads), (tile.q, tile.k, tile.k), parts, strict=True
-            ):
-                _rows(total, tile.row, span).add_(part)
-        if homing is not None:
-            homing.add()
-        homing = Homing(step, grads, own, group=group) if index else None
-    if homing is not None:
-        homing.add()
-    return dq.to(saved.q.dtype), own[0].to(k.dtype), own[1].to(v.dtype)
+    grads = (torch.empty_like(saved.q), torch.empty_like(k), torch.empty_like(v))
+    groups = _groups(plan, saved.q, k)
+    own = [Pair(k[:, heads.kv], v[:, heads.kv]) for heads in groups]
+    fetch = Fetch(plan, own, link, probe)
+    fetch.post()
+    home: _Home | None = None
+    for heads, buffer in zip(groups, own, strict=True):
+        group = _Group(grads, heads, probe)
+        rows = Saved(*(x[:, heads.q] for x in saved))
+        for index, step in enumerate(plan.rounds):
+            if not index:
+                _differentiate(kernel, step.tiles, rows, buffer, group, group.own, scale)
+                continue
+            yield
+            buffer = fetch.wait()
+            fetch.post(buffer)
+            received = empty_pair(buffer, step.size, state_dtype(k.dtype))
+            sums = RunningSum(received.k), RunningSum(received.v)
+            _differentiate(kernel, step.tiles, rows, buffer, group, sums, scale)
+            yield from _settle(home)
+            last = index + 1 == len(plan.rounds)
+            home = _Home(Homing(step, received, group.own, link, probe), group if last else None)
+            del received, sums
+        if len(plan.rounds) == 1:
+            group.finish()
+    yield from _settle(home)
+    return grads
 
 
-def _cut(tile: Tile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _rows(q, tile.row, tile.q),
-        _rows(k, tile.row, tile.k),
-        _rows(v, tile.row, tile.k),
-    )
+class _Group:
+    """The gradients of a group of heads while they grow."""
+
+    def __init__(self, grads: tuple[Tensor, Tensor, Tensor], heads: Heads, probe: Probe) -> None:
+        dq, dk, dv = grads
+        self._results = (dq[:, heads.q], dk[:, heads.kv], dv[:, heads.kv])
+        dtype = state_dtype(grads[0].dtype)
+        self.probe = probe
+        self.dq, *own = (
+            RunningSum(x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
+            for x in self._results
+        )
+        self.own = (own[0], own[1])
+
+    def finish(self) -> None:
+        """Round the sums once, where they are of another dtype than the results."""
+        self.dq.finish()
+        with self.probe("copy"):
+            totals = [running.total for running in (self.dq, *self.own)]
+            for result, total in zip(self._results, totals, strict=True):
+                if total.dtype != result.dtype:
+                    result.copy_(total)
 
 
-def _rows(x: Tensor, row: int | None, span: Span) -> Tensor:
-    batch = x if row is None else x[row : row + 1]
-    return batch[:, :, span[0] : span[1]]
+class _Home(NamedTuple):
+    """Gradients on their way home, and the group that is complete when they are there."""
+
+    homing: Homing
+    completes: _Group | None
+
+
+def _settle(home: _Home | None) -> Turns[None]:
+    if home is None:
+        return
+    yield
+    home.homing.add()
+    if home.completes is not None:
+        home.completes.finish()
+
+
+def _differentiate(
+    kernel: Kernel,
+    tiles: Sequence[Tile],
+    rows: Saved,
+    buffer: Pair,
+    group: _Group,
+    sums: tuple[RunningSum, RunningSum],
+    scale: float,
+) -> None:
+    parts = kernel.backward(tiles, rows, buffer.k, buffer.v, scale=scale)
+    while True:
+        with group.probe("kernel"):
+            part = next(parts, None)
+        if part is None:
+            break
+        with group.probe("accumulate"):
+            tile = part.tile
+            group.dq.add(tile.row, tile.q, part.dq)
+            sums[0].add(tile.row, tile.k, part.dk)
+            sums[1].add(tile.row, tile.k, part.dv)
+        del part
+    for total in sums:
+        total.finish()
+
+
+def _groups(plan: Plan, q: Tensor, k: Tensor) -> list[Heads]:
+    """The heads in as many groups as the plan says, or as there are key heads."""
+    kv_heads, ratio = k.shape[1], q.shape[1] // k.shape[1]
+    count = min(plan.head_chunks, kv_heads) if len(plan.rounds) > 1 else 1
+    edges = [kv_heads * index // count for index in range(count + 1)]
+    return [Heads(slice(a * ratio, b * ratio), slice(a, b)) for a, b in pairwise(edges)]
+
+
+def run(turns: Turns[T]) -> T:
+    """Run one rank to its end."""
+    while True:
+        try:
+            next(turns)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+
+
+def together(ranks: Sequence[Turns[T]]) -> list[T]:
+    """Run ranks that share a process, in turns; the results in the order of `ranks`."""
+    found: dict[int, T] = {}
+    while len(found) < len(ranks):
+        for index, turns in enumerate(ranks):
+            if index not in found:
+                try:
+                    next(turns)
+                except StopIteration as end:
+                    found[index] = end.value
+    return [found[index] for index in range(len(ranks))]

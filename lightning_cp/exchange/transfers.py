@@ -1,42 +1,90 @@
 """Packing rows of keys and values into one message per peer, and placing what arrives.
 
-Legend: B batch, H key heads, S local rows, N rows of a buffer, D head size.
+Legend: B batch, H key heads of a group, S local rows, N rows of a buffer, D head size.
 """
 
-from collections.abc import Iterator
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.p2p import exchange
+from lightning_cp.comm.p2p import Link
+from lightning_cp.exchange.probe import Probe
+from lightning_cp.exchange.running import RunningSum
 from lightning_cp.plan import Plan, Round, Transfer
 from lightning_cp.spans import Spans
 
-Pair = tuple[Tensor, Tensor]
-"""Keys `[B, H, S, D]` and values `[B, H, S, Dv]`, or their gradients."""
+
+class Pair(NamedTuple):
+    """Keys `[B, H, N, D]` and values `[B, H, N, Dv]`, or their gradients.
+
+    Attributes:
+        flat: the one buffer of both, keys first, where they have one.
+    """
+
+    k: Tensor
+    v: Tensor
+    flat: Tensor | None = None
 
 
-class Incoming:
-    """Messages of one round on their way; `wait` gives the buffer they fill."""
+class Fetch:
+    """Keys and values of all rounds but the local ones, always one round ahead.
 
-    def __init__(self, step: Round, source: Pair, group: Any) -> None:
-        sends = [(t.peer, _pack(source, t.rows)) for t in step.sends]
-        self._size, self._like = step.size, source
-        self._parts, receives = _receivers(step.receives, source)
-        self._pending = exchange(sends, receives, group=group)
+    Args:
+        plan: this rank's plan.
+        groups: the own keys and values of every group of heads.
+        link: what carries the messages.
+        probe: is told of the phases.
+    """
+
+    def __init__(self, plan: Plan, groups: Sequence[Pair], link: Link, probe: Probe) -> None:
+        self._link, self._probe = link, probe
+        self._todo: Iterator[tuple[Pair, Round]] = (
+            (own, step) for own in groups for step in plan.rounds[1:]
+        )
+        self._incoming: _Incoming | None = None
+
+    def post(self, before: Pair | None = None) -> None:
+        """Post the messages of the next round, if there is one; `before` is the last buffer."""
+        self._incoming = None
+        for own, step in self._todo:
+            source = before if step.relay and before is not None else own
+            self._incoming = _Incoming(step, source, self._link, self._probe)
+            return
 
     def wait(self) -> Pair:
-        """Keys and values of the round, `[B, H, N, D]` and `[B, H, N, Dv]`."""
-        self._pending.wait()
+        """The buffer of the round that was posted last."""
+        assert self._incoming is not None  # invariant: posted one round ahead
+        incoming, self._incoming = self._incoming, None
+        return incoming.wait()
+
+
+class _Incoming:
+    """Messages of one round on their way."""
+
+    def __init__(self, step: Round, source: Pair, link: Link, probe: Probe) -> None:
+        self._size, self._like, self._probe = step.size, source, probe
+        with probe("copy"):
+            sends = [(t.peer, _packed(source, t.rows)) for t in step.sends]
+        self._parts = [(t.rows, empty_pair(source, t.size)) for t in step.receives]
+        with probe("communication"):
+            self._pending = link.exchange(sends, _messages(step.receives, self._parts))
+
+    def wait(self) -> Pair:
+        """Keys and values of the round."""
+        with self._probe("communication"):
+            self._pending.wait()
+        del self._pending
         if len(self._parts) == 1 and self._parts[0][0] == ((0, self._size),):
             return self._parts[0][1]
-        k, v = (x.new_empty(*x.shape[:2], self._size, x.shape[3]) for x in self._like)
-        for rows, (k_part, v_part) in self._parts:
-            _scatter(k, k_part, rows, add=False)
-            _scatter(v, v_part, rows, add=False)
-        return k, v
+        with self._probe("copy"):
+            whole = empty_pair(self._like, self._size)
+            while self._parts:
+                rows, part = self._parts.pop()
+                _place(whole.k, part.k, rows)
+                _place(whole.v, part.v, rows)
+        return whole
 
 
 class Homing:
@@ -44,74 +92,78 @@ class Homing:
 
     Args:
         step: the round.
-        grads: gradients of its buffer.
-        own: gradients of the own shard, to which `add` adds what arrives.
-        group: process group of the exchange.
+        grads: gradients of its buffer, whole.
+        own: gradients of the own keys and values, to which `add` adds what arrives.
+        link: what carries the messages.
+        probe: is told of the phases.
     """
 
-    def __init__(self, step: Round, grads: Pair, own: Pair, *, group: Any) -> None:
-        sends = [(t.peer, _pack(grads, t.rows)) for t in step.returns]
-        self._own = own
-        self._parts, receives = _receivers(step.collects, own)
-        self._pending = exchange(sends, receives, group=group)
+    def __init__(
+        self,
+        step: Round,
+        grads: Pair,
+        own: tuple[RunningSum, RunningSum],
+        link: Link,
+        probe: Probe,
+    ) -> None:
+        self._own, self._probe = own, probe
+        with probe("copy"):
+            sends = [(t.peer, _packed(grads, t.rows)) for t in step.returns]
+        like = Pair(own[0].total, own[1].total)
+        self._parts = [(t.rows, empty_pair(like, t.size)) for t in step.collects]
+        with probe("communication"):
+            self._pending = link.exchange(sends, _messages(step.collects, self._parts))
 
     def add(self) -> None:
         """Wait for the messages and add what arrived."""
-        self._pending.wait()
-        for rows, parts in self._parts:
-            for total, part in zip(self._own, parts, strict=True):
-                _scatter(total, part, rows, add=True)
+        with self._probe("communication"):
+            self._pending.wait()
+        del self._pending
+        with self._probe("accumulate"):
+            while self._parts:
+                rows, parts = self._parts.pop()
+                for total, part in zip(self._own, parts[:2], strict=True):
+                    at = 0
+                    for start, stop in rows:
+                        total.add(None, (start, stop), part[:, :, at : at + stop - start])
+                        at += stop - start
 
 
-def rounds(plan: Plan, k: Tensor, v: Tensor, *, group: Any) -> Iterator[tuple[Round, Pair]]:
-    """Every round of a plan with the keys and values that its tiles read.
-
-    The messages of a round are posted before the tiles of the round before it are computed.
-    """
-    incoming: Incoming | None = None
-    buffer = (k, v)
-    for step, following in zip_longest(plan.rounds, plan.rounds[1:]):
-        if incoming is not None:
-            buffer = incoming.wait()
-        if following is not None:
-            incoming = Incoming(following, buffer if following.relay else (k, v), group)
-        yield step, buffer
-
-
-def _receivers(
-    transfers: tuple[Transfer, ...], like: Pair
-) -> tuple[list[tuple[Spans, Pair]], list[tuple[int, Tensor]]]:
-    parts, messages = [], []
-    for transfer in transfers:
-        flat, pair = _message(like, transfer.size)
-        parts.append((transfer.rows, pair))
-        messages.append((transfer.peer, flat))
-    return parts, messages
-
-
-def _message(like: Pair, size: int) -> tuple[Tensor, Pair]:
+def empty_pair(like: Pair, size: int, dtype: torch.dtype | None = None) -> Pair:
     """One flat buffer for `size` rows, and its two halves shaped as keys and values."""
-    shapes = [(*x.shape[:2], size, x.shape[3]) for x in like]
+    shapes = [(*x.shape[:2], size, x.shape[3]) for x in like[:2]]
     counts = [torch.Size(shape).numel() for shape in shapes]
-    flat = like[0].new_empty(sum(counts))
+    flat = like.k.new_empty(sum(counts), dtype=dtype or like.k.dtype)
     k, v = (part.view(shape) for part, shape in zip(flat.split(counts), shapes, strict=True))
-    return flat, (k, v)
+    return Pair(k, v, flat)
 
 
-def _pack(source: Pair, rows: Spans) -> Tensor:
-    flat, pair = _message(source, sum(stop - start for start, stop in rows))
-    for packed, x in zip(pair, source, strict=True):
+def _messages(
+    transfers: Sequence[Transfer], parts: Sequence[tuple[Spans, Pair]]
+) -> list[tuple[int, Tensor]]:
+    return [
+        (transfer.peer, part.flat)
+        for transfer, (_, part) in zip(transfers, parts, strict=True)
+        if part.flat is not None
+    ]
+
+
+def _packed(source: Pair, rows: Spans) -> Tensor:
+    """Rows of keys and values in one message; without a copy where that is all of one buffer."""
+    if source.flat is not None and rows == ((0, source.k.shape[2]),):
+        return source.flat
+    packed = empty_pair(source, sum(stop - start for start, stop in rows))
+    for part, x in ((packed.k, source.k), (packed.v, source.v)):
         at = 0
         for start, stop in rows:
-            packed[:, :, at : at + stop - start].copy_(x[:, :, start:stop])
+            part[:, :, at : at + stop - start].copy_(x[:, :, start:stop])
             at += stop - start
-    return flat
+    assert packed.flat is not None  # invariant: `empty_pair` has one
+    return packed.flat
 
 
-def _scatter(target: Tensor, packed: Tensor, rows: Spans, *, add: bool) -> None:
+def _place(target: Tensor, packed: Tensor, rows: Spans) -> None:
     at = 0
     for start, stop in rows:
-        part = packed[:, :, at : at + stop - start]
-        view = target[:, :, start:stop]
-        view.add_(part) if add else view.copy_(part)
+        target[:, :, start:stop].copy_(packed[:, :, at : at + stop - start])
         at += stop - start

@@ -1,10 +1,13 @@
 """What a kernel is."""
 
-from typing import NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lightning_cp.plan import Tile
+from lightning_cp.spans import Span
 
 
 class Saved(NamedTuple):
@@ -19,36 +22,95 @@ class Saved(NamedTuple):
     grad_out: Tensor
 
 
-class Kernel(Protocol):
-    """Attention over one tile: plain device code, no ranks, no global positions."""
+class Part(NamedTuple):
+    """Attention of some query rows over some of their keys.
 
+    Attributes:
+        tile: the rows of queries and keys, and the batch row.
+        out: `[B, H, Sq, Dv]`, any float dtype.
+        lse: `[B, H, Sq]` float (double for double), natural logarithm.
+    """
+
+    tile: Tile
+    out: Tensor
+    lse: Tensor
+
+
+class Gradients(NamedTuple):
+    """What one tile adds to the gradients of its rows."""
+
+    tile: Tile
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+class Kernel(ABC):
+    """Attention over tiles of one buffer: plain device code, no ranks, no global positions."""
+
+    @abstractmethod
     def rejects(self, q: Tensor, v: Tensor) -> str | None:
         """Why these tensors are not supported (a verb phrase), or None."""
-        ...
 
-    def split(self, tile: Tile) -> tuple[Tile, ...]:
-        """The tile as blocks that the kernel can run."""
-        ...
-
+    @abstractmethod
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        """Softmax attention of one block.
+        self, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    ) -> Iterator[Part]:
+        """Softmax attention of every tile on its own, in parts that together are the tiles.
 
         Args:
+            tiles: what to compute; rows count in `q` and in `k` and `v`.
             q: `[B, H, Sq, D]`.
             k: `[B, Hk, Sk, D]`, `H` a multiple of `Hk`.
             v: `[B, Hk, Sk, Dv]`.
-            is_causal: aligned at the bottom right corner, `Sk >= Sq`.
             scale: factor on the scores.
-
-        Returns:
-            Output `[B, H, Sq, Dv]` and natural-log LSE `[B, H, Sq]` in float (double for double).
         """
-        ...
+
+    @abstractmethod
+    def backward(
+        self, tiles: Sequence[Tile], saved: Saved, k: Tensor, v: Tensor, *, scale: float
+    ) -> Iterator[Gradients]:
+        """Each tile's part of dq, dk and dv, given the output and LSE over all keys."""
+
+
+class BlockKernel(Kernel):
+    """A kernel that computes one block at a time."""
+
+    @abstractmethod
+    def split(self, tile: Tile) -> tuple[Tile, ...]:
+        """The tile as blocks that the kernel can run."""
+
+    @abstractmethod
+    def block(
+        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output and LSE of one block, see `Part`; the tensors hold just its rows."""
+
+    @abstractmethod
+    def block_backward(
+        self, tile: Tile, saved: Saved, k: Tensor, v: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """One block's part of dq, dk and dv; the tensors hold just its rows."""
+
+    def forward(
+        self, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    ) -> Iterator[Part]:
+        """See `Kernel.forward`."""
+        for tile in (block for whole in tiles for block in self.split(whole)):
+            rows = cut(q, tile.row, tile.q), cut(k, tile.row, tile.k), cut(v, tile.row, tile.k)
+            yield Part(tile, *self.block(tile, *rows, scale=scale))
 
     def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This block's part of dq, dk and dv, given the output and LSE over all blocks."""
-        ...
+        self, tiles: Sequence[Tile], saved: Saved, k: Tensor, v: Tensor, *, scale: float
+    ) -> Iterator[Gradients]:
+        """See `Kernel.backward`."""
+        for tile in (block for whole in tiles for block in self.split(whole)):
+            rows = Saved(*(cut(x, tile.row, tile.q) for x in saved))
+            keys = cut(k, tile.row, tile.k), cut(v, tile.row, tile.k)
+            yield Gradients(tile, *self.block_backward(tile, rows, *keys, scale=scale))
+
+
+def cut(x: Tensor, row: int | None, span: Span) -> Tensor:
+    """Rows `span` of dimension 2, of one batch row or of all."""
+    batch = x if row is None else x[row : row + 1]
+    return batch[:, :, span[0] : span[1]]

@@ -1,14 +1,14 @@
 """Attention in plain maths: any device, any dtype, any head size; quadratic memory. The oracle."""
 
-import torch
 from torch import Tensor
 
-from lightning_cp.kernels.base import Saved
+from lightning_cp.kernels.base import BlockKernel, Saved
 from lightning_cp.kernels.merge import state_dtype
+from lightning_cp.kernels.visible import visible
 from lightning_cp.plan import Tile
 
 
-class Reference:
+class Reference(BlockKernel):
     """Materialises the scores of a block in float (double for double inputs)."""
 
     def rejects(self, q: Tensor, v: Tensor) -> str | None:
@@ -19,26 +19,26 @@ class Reference:
         """Every tile as it is."""
         return (tile,)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    def block(
+        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`; the output is in the dtype of the computation."""
+        """See `BlockKernel.block`; the output is in the dtype of the computation."""
         q, k, v = (_grouped(x, k.shape[1]) for x in (q, k, v))
-        scores = _scores(q, k, is_causal, scale)
+        scores = _scores(q, k, tile, scale)
         lse = scores.logsumexp(-1)
         out = (scores - lse.unsqueeze(-1)).exp() @ v
         return out.flatten(1, 2), lse.flatten(1, 2)
 
-    def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    def block_backward(
+        self, tile: Tile, saved: Saved, k: Tensor, v: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`: P = exp(S - LSE), dS = P * (dP - rowsum(dO * O))."""
+        """See `BlockKernel.block_backward`: P = exp(S - LSE), dS = P * (dP - rowsum(dO * O))."""
         heads = k.shape[1]
         q, out, grad, k, v = (
             _grouped(x, heads) for x in (saved.q, saved.out, saved.grad_out, k, v)
         )
         lse = saved.lse.unflatten(1, (heads, -1)).unsqueeze(-1).to(q.dtype)
-        p = (_scores(q, k, is_causal, scale) - lse).exp()
+        p = (_scores(q, k, tile, scale) - lse).exp()
         delta = (grad * out).sum(-1, keepdim=True)
         ds = p * (grad @ v.mT - delta) * scale
         return (ds @ k).flatten(1, 2), (ds.mT @ q).sum(2), (p.mT @ grad).sum(2)
@@ -50,9 +50,7 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
     return grouped
 
 
-def _scores(q: Tensor, k: Tensor, is_causal: bool, scale: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
     scores = q @ k.mT * scale
-    if is_causal:
-        visible = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
-        scores = scores.masked_fill(~visible.tril(k.shape[-2] - q.shape[-2]), float("-inf"))
-    return scores
+    seen = visible(tile, q.device)
+    return scores if seen is None else scores.masked_fill(~seen, float("-inf"))

@@ -1,34 +1,41 @@
-"""The fused attention kernels that ship with torch; here the CPU flash kernel."""
+"""The fused attention kernel for CPUs that ships with torch."""
 
 import torch
 from torch import Tensor
 
-from lightning_cp.kernels.base import Saved
+from lightning_cp.kernels.base import BlockKernel, Saved
+from lightning_cp.kernels.visible import narrow, visible
 from lightning_cp.plan import Tile
 
 SMALL = 256
 """Below this many rows or keys the half-precision backward is slower than the float one."""
 
+ROWS = 256
+"""Queries of a block with a band; the corners of its mask are computed in vain."""
 
-class Sdpa:
+
+class Sdpa(BlockKernel):
     """`aten::_scaled_dot_product_flash_attention_for_cpu` and its backward.
 
     [Note: CPU flash kernel] `is_causal` is aligned at the top left, so a tile with more keys than
     queries is split into a full and a square block. A row without visible keys would get output 0
     and LSE 0 in place of -inf; tiles have no such rows. The backward accepts the output and LSE
-    over all keys together with one block of keys, which makes a sum over blocks exact.
+    over all keys together with one block of keys, which makes a sum over blocks exact. A band
+    becomes blocks of a few rows with an additive mask, which must be of the dtype of the queries.
     """
 
     def rejects(self, q: Tensor, v: Tensor) -> str | None:
         """See `Kernel.rejects`."""
         if q.device.type != "cpu":
-            return f"has no path for {q.device.type} tensors yet"
+            return f"has no path for {q.device.type} tensors"
         if q.shape[-1] != v.shape[-1]:
             return f"needs keys and values of one size, got {q.shape[-1]} and {v.shape[-1]}"
         return None
 
     def split(self, tile: Tile) -> tuple[Tile, ...]:
-        """A full block left of a square causal one; see [Note: CPU flash kernel]."""
+        """A full block left of a square causal one, or a few rows; see [Note: CPU flash kernel]."""
+        if tile.band is not None:
+            return narrow(tile, ROWS)
         corner = tile.k[1] - (tile.q[1] - tile.q[0])
         if not tile.causal or corner == tile.k[0]:
             return (tile,)
@@ -37,22 +44,22 @@ class Sdpa:
             tile._replace(k=(corner, tile.k[1])),
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    def block(
+        self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernel.forward`; the output is in the dtype of `q`."""
+        """See `BlockKernel.block`; the output is in the dtype of `q`."""
         q, k, v = (_rows_contiguous(x) for x in (q, k, v))
         found: tuple[Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-                q, k, v, 0.0, is_causal, scale=scale
+                q, k, v, 0.0, tile.causal, attn_mask=_additive(tile, q), scale=scale
             )
         )
         return found
 
-    def backward(
-        self, saved: Saved, k: Tensor, v: Tensor, *, is_causal: bool, scale: float
+    def block_backward(
+        self, tile: Tile, saved: Saved, k: Tensor, v: Tensor, *, scale: float
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """See `Kernel.backward`."""
+        """See `BlockKernel.block_backward`."""
         q, out, grad, k, v = (
             _rows_contiguous(x) for x in (saved.q, saved.out, saved.grad_out, k, v)
         )
@@ -60,10 +67,28 @@ class Sdpa:
             q, out, grad, k, v = (x.float() for x in (q, out, grad, k, v))
         found: tuple[Tensor, Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(
-                grad, q, k, v, out, saved.lse, 0.0, is_causal, scale=scale
+                grad,
+                q,
+                k,
+                v,
+                out,
+                saved.lse,
+                0.0,
+                tile.causal,
+                attn_mask=_additive(tile, q),
+                scale=scale,
             )
         )
         return found
+
+
+def _additive(tile: Tile, q: Tensor) -> Tensor | None:
+    """The mask of a banded block in the dtype of the queries, 0 where a key is seen."""
+    if tile.band is None:
+        return None
+    seen = visible(tile, q.device)
+    assert seen is not None  # invariant: a band hides something
+    return q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

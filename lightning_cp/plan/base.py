@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lightning_cp.mask import Band
 from lightning_cp.spans import Span, Spans, total
 
 
@@ -10,19 +11,32 @@ class Tile(NamedTuple):
     """A block of scores: local query rows `q` against rows `k` of the round's key buffer.
 
     A causal tile is aligned at its bottom right corner: query row `i` of `n` sees the first
-    `len(k) - n + i + 1` keys, and `len(k) >= n`. `row` is the batch row, or None for all rows.
+    `len(k) - n + i + 1` keys, and `len(k) >= n`. With `band=(low, high)` query row `i` sees key
+    row `j` where `low <= j - i <= high`, both counted from the tile's own corner. Every query of
+    a tile sees a key, and every key is seen. `row` is the batch row, or None for all rows.
     """
 
     q: Span
     k: Span
-    causal: bool
+    causal: bool = False
     row: int | None = None
+    band: Band | None = None
 
     @property
     def pairs(self) -> int:
         """Number of visible (query, key) pairs, for one batch row and one head."""
         q, k = self.q[1] - self.q[0], self.k[1] - self.k[0]
+        if self.band is not None:
+            return _up_to(q, k, self.band[1]) - _up_to(q, k, self.band[0] - 1)
         return q * k - q * (q - 1) // 2 if self.causal else q * k
+
+
+def _up_to(q: int, k: int, distance: int) -> int:
+    """How many pairs of `q` rows and `k` keys have `j - i <= distance`."""
+    first = max(0, -distance)  # rows before it see nothing
+    whole = min(max(first, k - 1 - distance), q)  # rows from here on see every key
+    rows = max(0, whole - first)
+    return rows * (first + distance + 1) + rows * (rows - 1) // 2 + max(0, q - whole) * k
 
 
 class Transfer(NamedTuple):
@@ -79,6 +93,8 @@ class Plan:
         q_size: local queries.
         kv_size: local keys.
         rounds: round 0 works on the own shard; the others on received keys and values.
+        head_chunks: all rounds are run for one group of heads after the other, as many groups as
+            this, or as there are key heads.
     """
 
     rank: int
@@ -87,6 +103,7 @@ class Plan:
     q_size: int
     kv_size: int
     rounds: tuple[Round, ...]
+    head_chunks: int = 1
 
     def work(self, batch: int = 1) -> int:
         """Score elements per head that this rank computes for `batch` rows."""

@@ -1,41 +1,39 @@
 """From layouts, a mask and an exchange to the plan of one rank."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import Protocol
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
 from lightning_cp.plan.allgather import AllGather
 from lightning_cp.plan.base import Plan, Round, Tile, Transfer
+from lightning_cp.plan.direct import Direct
 from lightning_cp.plan.ring import Ring
+from lightning_cp.plan.schedule import Demand, Schedule
 from lightning_cp.plan.tiles import cut, needed
-from lightning_cp.spans import Piece, Spans, intersection, pieces, rows, total, union
+from lightning_cp.spans import Piece, pieces, rows, total, union
+
+Distances = tuple[int, ...]
+"""How many places before a rank the ranks are whose keys it reads in a round."""
 
 
-class Schedule(Protocol):
-    """Who sends which shard to whom in which round. Pure functions of ranks and spans."""
-
-    relay: bool
-
-    def rounds(self, world: int) -> int: ...
-
-    def owners(self, rank: int, step: int, world: int) -> tuple[int, ...]: ...
-
-    def source(self, owner: int, rank: int, world: int) -> int: ...
-
-    def carried(
-        self, owner: int, step: int, owned: Sequence[Spans], needs: Sequence[Spans]
-    ) -> Spans: ...
-
-
-SCHEDULES: dict[str, Schedule] = {"allgather": AllGather(), "ring": Ring()}
+SCHEDULES: dict[str, type[AllGather] | type[Direct] | type[Ring]] = {
+    "allgather": AllGather,
+    "direct": Direct,
+    "ring": Ring,
+}
 
 
 @lru_cache(maxsize=1024)
 def build_plan(
-    q_layout: Layout, kv_layout: Layout, mask: Mask, *, rank: int, exchange: str
+    q_layout: Layout,
+    kv_layout: Layout,
+    mask: Mask,
+    *,
+    rank: int,
+    exchange: str,
+    head_chunks: int | None = None,
 ) -> Plan:
     """Plan of `rank`, cached by value.
 
@@ -45,13 +43,14 @@ def build_plan(
         mask: who sees whom.
         rank: rank within the context-parallel group.
         exchange: a name of `SCHEDULES`.
+        head_chunks: into how many groups the heads are cut, the exchange's own number where None.
 
     Returns:
         A plan whose tiles cover each pair that a query of `rank` sees exactly once.
 
     Raises:
-        ConfigError: if the exchange or the rank is unknown, the layouts have different numbers of
-            ranks, or a layout is shorter than the mask.
+        ConfigError: if the exchange or the rank is unknown, `head_chunks` is below 1, the layouts
+            have different numbers of ranks, or a layout is shorter than the mask.
     """
     if exchange not in SCHEDULES:
         raise ConfigError(f"exchange {exchange!r} is unknown; use one of {sorted(SCHEDULES)}")
@@ -67,7 +66,11 @@ def build_plan(
             f"the mask is for {mask.q_length} queries and {mask.kv_length} keys, the layouts hold "
             f"only {q_layout.length} and {kv_layout.length}; make the layouts at least as long"
         )
-    return _Builder(q_layout, kv_layout, mask, rank, SCHEDULES[exchange]).plan(exchange)
+    if head_chunks is not None and head_chunks < 1:
+        raise ConfigError(f"head_chunks={head_chunks}: heads travel in at least 1 group")
+    options = {} if head_chunks is None else {"head_chunks": head_chunks}
+    schedule = SCHEDULES[exchange](**options)
+    return _Builder(q_layout, kv_layout, mask, rank, schedule).plan(exchange)
 
 
 class _Builder:
@@ -80,61 +83,79 @@ class _Builder:
         self.kv_size, self.q_size = kv_layout.size(rank), q_layout.size(rank)
         self.q_pieces, self.own = q_layout.pieces(rank), kv_layout.pieces(rank)
         self.rects = {row: mask.rects(row) for row in mask.rows}
-        self.owned = [union(spans) for spans in kv_layout.spans]
-        self.needs = [
-            union(
-                span
-                for rects in self.rects.values()
-                for span in needed(rects, q_layout.pieces(peer))
-            )
-            for peer in range(self.world)
-        ]
+        self.demand = Demand(
+            owned=[union(spans) for spans in kv_layout.spans],
+            needs=[
+                union(
+                    span
+                    for rects in self.rects.values()
+                    for span in needed(rects, q_layout.pieces(peer))
+                )
+                for peer in range(self.world)
+            ],
+        )
 
     def plan(self, exchange: str) -> Plan:
         rounds = [Round(self.kv_size, tiles=self._tiles(self.own))]
         before = self.own
-        for step in range(1, self.schedule.rounds(self.world) + 1):
-            buffer = self._buffer(step)
-            rounds.append(self._round(step, buffer, before))
+        for step, distances in enumerate(self.schedule.rounds(self.demand), 1):
+            buffer = self._buffer(distances)
+            rounds.append(self._round(step, distances, buffer, before))
             before = buffer
-        return Plan(self.rank, self.world, exchange, self.q_size, self.kv_size, tuple(rounds))
+        return Plan(
+            self.rank,
+            self.world,
+            exchange,
+            self.q_size,
+            self.kv_size,
+            tuple(rounds),
+            self.schedule.head_chunks,
+        )
 
-    def _carried(self, owner: int, step: int) -> Spans:
-        return self.schedule.carried(owner, step, self.owned, self.needs)
+    def _buffer(self, distances: Distances) -> tuple[Piece, ...]:
+        """Rows of the buffer of a round: what arrives, in global order."""
+        owners = [(self.rank - distance) % self.world for distance in distances]
+        carried = (self.schedule.carried(owner, self.rank, self.demand) for owner in owners)
+        return pieces(union(span for spans in carried for span in spans))
 
-    def _buffer(self, step: int) -> tuple[Piece, ...]:
-        """Rows of the buffer of round `step`: what arrives, in global order."""
-        owners = self.schedule.owners(self.rank, step, self.world)
-        return pieces(union(span for owner in owners for span in self._carried(owner, step)))
-
-    def _round(self, step: int, buffer: tuple[Piece, ...], before: tuple[Piece, ...]) -> Round:
-        schedule, rank, world = self.schedule, self.rank, self.world
-        relay = schedule.relay and step > 1
-        peers = [peer for peer in range(world) if peer != rank]
-        sends, collects = [], []
-        for peer in peers:
-            for owner in schedule.owners(peer, step, world):
-                if schedule.source(owner, peer, world) == rank:
-                    spans = self._carried(owner, step)
-                    sends.append(Transfer(peer, rows(before if relay else self.own, spans)))
-                if owner == rank:
-                    spans = intersection(self.owned[rank], self.needs[peer])
-                    collects.append(Transfer(peer, rows(self.own, spans)))
-        receives, returns = [], []
-        for owner in schedule.owners(rank, step, world):
-            arriving = rows(buffer, self._carried(owner, step))
-            receives.append(Transfer(schedule.source(owner, rank, world), arriving))
-            spans = intersection(self.owned[owner], self.needs[rank])
-            returns.append(Transfer(owner, rows(buffer, spans)))
+    def _round(
+        self,
+        step: int,
+        distances: Distances,
+        buffer: tuple[Piece, ...],
+        before: tuple[Piece, ...],
+    ) -> Round:
+        relay = self.schedule.relay and step > 1
         return Round(
             total((piece.start, piece.stop) for piece in buffer),
             relay,
-            sends=_nonempty(sends),
-            receives=_nonempty(receives),
+            sends=_nonempty(self._sends(distances, before if relay else self.own)),
+            receives=_nonempty(self._receives(distances, buffer)),
             tiles=self._tiles(buffer),
-            returns=_nonempty(returns),
-            collects=_nonempty(collects),
+            returns=_nonempty(
+                Transfer(owner, rows(buffer, self.demand.wanted(owner, self.rank)))
+                for owner in ((self.rank - distance) % self.world for distance in distances)
+            ),
+            collects=_nonempty(
+                Transfer(reader, rows(self.own, self.demand.wanted(self.rank, reader)))
+                for reader in ((self.rank + distance) % self.world for distance in distances)
+            ),
         )
+
+    def _sends(self, distances: Distances, source: tuple[Piece, ...]) -> Iterator[Transfer]:
+        for distance in distances:
+            hops = 1 if self.schedule.relay else distance
+            reader = (self.rank + hops) % self.world
+            owner = (reader - distance) % self.world
+            spans = self.schedule.carried(owner, reader, self.demand)
+            yield Transfer(reader, rows(source, spans))
+
+    def _receives(self, distances: Distances, buffer: tuple[Piece, ...]) -> Iterator[Transfer]:
+        for distance in distances:
+            owner = (self.rank - distance) % self.world
+            sender = (self.rank - 1) % self.world if self.schedule.relay else owner
+            spans = self.schedule.carried(owner, self.rank, self.demand)
+            yield Transfer(sender, rows(buffer, spans))
 
     def _tiles(self, buffer: tuple[Piece, ...]) -> tuple[Tile, ...]:
         return tuple(
@@ -144,6 +165,6 @@ class _Builder:
         )
 
 
-def _nonempty(transfers: list[Transfer]) -> tuple[Transfer, ...]:
+def _nonempty(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
     """Zero-byte messages are never sent."""
     return tuple(transfer for transfer in transfers if transfer.rows)

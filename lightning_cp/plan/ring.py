@@ -1,36 +1,32 @@
 """Ring exchange: keys and values travel from neighbour to neighbour, one hop a round."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
-from lightning_cp.spans import Spans, intersection, union
+from lightning_cp.plan.schedule import Demand
+from lightning_cp.spans import Spans, union
 
 
+@dataclass(frozen=True)
 class Ring:
     """In round t a rank reads the shard of the rank t places before it.
 
     A shard shrinks on its way: a hop carries only what the ranks still ahead will read. Gradients
     go straight to their owner: one message instead of a chain, and no rank waits for another's sum.
     Two buffers are alive at a time, whatever the size of the group.
+
+    Args:
+        head_chunks: heads travel in so many groups, which divides the size of the buffers.
     """
 
+    head_chunks: int = 2
     relay = True
 
-    def rounds(self, world: int) -> int:
-        """Rounds after the local one."""
-        return world - 1
+    def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
+        """One distance a round."""
+        return tuple((distance,) for distance in range(1, demand.world))
 
-    def owners(self, rank: int, step: int, world: int) -> tuple[int, ...]:
-        """Ranks whose shards `rank` reads in round `step` (from 1)."""
-        return ((rank - step) % world,)
-
-    def source(self, owner: int, rank: int, world: int) -> int:
-        """Rank that sends the shard of `owner` to `rank`."""
-        return (rank - 1) % world
-
-    def carried(
-        self, owner: int, step: int, owned: Sequence[Spans], needs: Sequence[Spans]
-    ) -> Spans:
-        """Global positions of the shard of `owner` that arrive in round `step`."""
-        world = len(owned)
-        ahead = [span for hop in range(step, world) for span in needs[(owner + hop) % world]]
-        return intersection(owned[owner], union(ahead))
+    def carried(self, owner: int, reader: int, demand: Demand) -> Spans:
+        """What `reader` and the ranks behind it on the way see of the shard."""
+        world = demand.world
+        ahead = range((reader - owner) % world, world)
+        return union(span for hop in ahead for span in demand.wanted(owner, (owner + hop) % world))

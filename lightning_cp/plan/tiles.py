@@ -3,7 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from lightning_cp.mask import Rect
+from lightning_cp.mask import Band, Rect
 from lightning_cp.plan.base import Tile
 from lightning_cp.spans import Piece, Span, Spans, overlapping, union
 
@@ -24,7 +24,7 @@ def cut(
         for rect in _touching(rects, (q_piece.start, q_piece.stop)):
             q = _clip(q_piece, rect.q)
             for k in overlapping(k_pieces, rect.k):
-                found.extend(_causal(q, k, row) if rect.causal else [_tile(q, k, False, row)])
+                found.extend(_visible(rect, q, k, row))
     return _join(found)
 
 
@@ -33,8 +33,13 @@ def needed(rects: Sequence[Rect], q_pieces: Sequence[Piece]) -> Spans:
     keys: list[Span] = []
     for piece in q_pieces:
         for rect in _touching(rects, (piece.start, piece.stop)):
-            stop = min(rect.k[1], piece.stop, rect.q[1]) if rect.causal else rect.k[1]
-            keys.append((rect.k[0], stop))
+            q = _clip(piece, rect.q)
+            start, stop = rect.k
+            if rect.causal:
+                stop = min(stop, q.stop)
+            elif rect.band is not None:
+                start, stop = max(start, q.start + rect.band[0]), min(stop, q.stop + rect.band[1])
+            keys.append((start, stop))
     return union(keys)
 
 
@@ -56,6 +61,35 @@ def _tile(q: Piece, k: Piece, causal: bool, row: int | None) -> Tile:
     return Tile(q_rows, k_rows, causal and q.stop - q.start > 1, row)
 
 
+def _visible(rect: Rect, q: Piece, k: Piece, row: int | None) -> list[Tile]:
+    """The tiles of a query piece and a key piece that lie inside a rectangle."""
+    if rect.causal:
+        return _causal(q, k, row)
+    if rect.band is not None:
+        return _banded(q, k, rect.band, row)
+    return [_tile(q, k, False, row)]
+
+
+def _banded(q: Piece, k: Piece, band: Band, row: int | None) -> list[Tile]:
+    """At most two tiles: a banded one, or where only later keys are hidden as of `_causal`."""
+    low, high = band
+    q = _clip(q, (k.start - high, k.stop - low))
+    k = _clip(k, (q.start + low, q.stop + high))
+    if q.start >= q.stop or k.start >= k.stop:
+        return []
+    n, m = q.stop - q.start, k.stop - k.start
+    first, last = low - (k.start - q.start), high - (k.start - q.start)
+    if first > 1 - n:
+        return [_tile(q, k, False, row)._replace(band=(first, min(last, m - 1)))]
+    if last >= m - 1:
+        return [_tile(q, k, False, row)]
+    edge = q.start + m - last  # queries from here on see every key
+    tiles = [_tile(_clip(q, (q.start, edge)), k, True, row)]
+    if edge < q.stop:
+        tiles.append(_tile(_clip(q, (edge, q.stop)), k, False, row))
+    return tiles
+
+
 def _causal(q: Piece, k: Piece, row: int | None) -> list[Tile]:
     """At most two tiles: one aligned at its bottom right corner, one full."""
     q = _clip(q, (k.start, q.stop))
@@ -72,8 +106,9 @@ def _causal(q: Piece, k: Piece, row: int | None) -> list[Tile]:
 
 def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
     """Fewer, larger tiles: neighbours in keys, then full ones in queries, then triangles."""
+    banded = [tile for tile in tiles if tile.band is not None]
     by_keys: list[Tile] = []
-    for tile in sorted(tiles, key=lambda t: (t.q, t.k)):
+    for tile in sorted((t for t in tiles if t.band is None), key=lambda t: (t.q, t.k)):
         last = by_keys[-1] if by_keys else None
         if last and last.q == tile.q and last.k[1] == tile.k[0] and not last.causal:
             by_keys[-1] = tile._replace(k=(last.k[0], tile.k[1]))
@@ -94,7 +129,7 @@ def _join(tiles: list[Tile]) -> tuple[Tile, ...]:
             joined[-1] = Tile((last.q[0], tile.q[1]), tile.k, True, tile.row)
         else:
             joined.append(tile)
-    return tuple(joined)
+    return (*joined, *banded)
 
 
 def _continues(last: Tile, tile: Tile) -> bool:

@@ -1,0 +1,86 @@
+"""Results that grow tile by tile: written where nothing was yet, merged or added elsewhere.
+
+Legend: B batch, H heads, S local rows, D head size.
+"""
+
+from torch import Tensor
+
+from lightning_cp.kernels.base import Part, cut
+from lightning_cp.kernels.merge import merge_
+from lightning_cp.spans import Span, Spans, gaps, union
+
+
+class _Rows:
+    """Which of the rows of a result hold something."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._written: Spans = ()
+
+    def missing(self, span: Span | None = None) -> Spans:
+        """Rows of `span`, or of all, that hold nothing yet."""
+        return gaps(span or (0, self._size), self._written)
+
+    def mark(self, span: Span) -> None:
+        self._written = union((*self._written, span))
+
+
+class RunningAttention:
+    """Output and LSE over the keys seen so far.
+
+    Args:
+        out: `[B, H, S, D]` in the dtype of the running result; may hold anything.
+        lse: `[B, H, S]`.
+    """
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self.out, self.lse = out, lse
+        self._rows = _Rows(out.shape[2])
+
+    def add(self, part: Part) -> None:
+        """Take in the attention of some rows over further keys."""
+        row, span = part.tile.row, part.tile.q
+        missing = self._rows.missing(span)
+        if row is None and missing == (span,):
+            cut(self.out, row, span).copy_(part.out)
+            cut(self.lse, row, span).copy_(part.lse)
+        else:
+            self._clear(missing)
+            merge_(cut(self.out, row, span), cut(self.lse, row, span), part.out, part.lse)
+        self._rows.mark(span)
+
+    def finish(self) -> None:
+        """Rows that saw no key have output 0 and LSE -inf."""
+        self._clear(self._rows.missing())
+
+    def _clear(self, spans: Spans) -> None:
+        for span in spans:
+            cut(self.out, None, span).zero_()
+            cut(self.lse, None, span).fill_(float("-inf"))
+
+
+class RunningSum:
+    """A gradient, summed up in the dtype of `total`, `[B, H, S, D]`, which may hold anything."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+        self._rows = _Rows(total.shape[2])
+
+    def add(self, row: int | None, span: Span, part: Tensor) -> None:
+        """Add to the rows `span` of one batch row, or of all."""
+        missing = self._rows.missing(span)
+        if row is None and missing == (span,):
+            cut(self.total, row, span).copy_(part)
+        else:
+            self._clear(missing)
+            cut(self.total, row, span).add_(part)
+        self._rows.mark(span)
+
+    def finish(self) -> None:
+        """Rows to which nothing was added are 0."""
+        self._clear(self._rows.missing())
+        self._rows.mark((0, self.total.shape[2]))
+
+    def _clear(self, spans: Spans) -> None:
+        for span in spans:
+            cut(self.total, None, span).zero_()
