@@ -136,7 +136,7 @@ class ContextParallel:
             group=self.group,
             meta=self.meta,
             sequences={"sequence": part.sequence},
-            exchange="ring" if self.config.exchange == "auto" else self.config.exchange,
+            exchange="direct" if self.config.exchange == "auto" else self.config.exchange,
             kernel=self.config.attention_backend,
             compare_calls=step < WATCHED,
             module=weakref.ref(module) if module is not None else None,

@@ -17,10 +17,17 @@ from lightning_cp.kernels import resolve
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.layout import contiguous
+from lightning_cp.mask import Window, check_window
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = False, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Window | None = None,
 ) -> Tensor:
     """Exact softmax attention over the whole sequence, of which every rank holds a part.
 
@@ -35,37 +42,50 @@ def attend(
         v: values `[B, Hk, S_local, Dv]`.
         is_causal: hide keys after the query, by global position.
         scale: factor on the scores, `1 / sqrt(D)` where None.
+        window: `(left, right)`, how many tokens before and after its own position a query sees,
+            by global position and within its document; None for no limit on a side or on both.
 
     Returns:
         Output `[B, H, S_local, Dv]` in the dtype of `q`; 0 where a query sees no key. Gradients
         flow to q, k and v; a second derivative is refused.
 
     Raises:
+        BatchError: if a side of the window is negative.
         RefusedError: if shapes do not fit, a size is no declared sequence's, or no kernel can
             compute the call.
         PeerError: if another rank failed.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    out: Tensor = torch.ops.lightning_cp.attention(q, k, v, is_causal, factor)[0]
+    before, after = (-1 if side is None else side for side in check_window(window) or (None, None))
+    out: Tensor = torch.ops.lightning_cp.attention(q, k, v, is_causal, factor, before, after)[0]
     return out
 
 
 def forward_implementation(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    before: int = -1,
+    after: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator runs; returns output, LSE and the handle of the plan."""
+    """What the operator runs; returns output, LSE and the handle of the plan.
+
+    `before` and `after` are the window, -1 for no limit.
+    """
     _check(q, k, v)
     context = SLOT.current or _alone(q, k)
     SLOT.count_plain_attention()
     kernel = resolve(context.kernel, q, v)
-    code = context.log.record(
-        ("attention", *q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3], q.dtype, is_causal, scale)
-    )
+    window = None if before < 0 and after < 0 else (_limit(before), _limit(after))
+    heads = (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
+    code = context.log.record(("attention", *heads, q.dtype, is_causal, scale, window))
     if context.compare_calls:
-        _compare(context, code, q, k, is_causal)
+        _compare(context, code, q, k, is_causal, window)
     context.log.attention += 1
     context.log.causal += is_causal
-    handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal)
+    handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal, window)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan
     link = GroupLink(context.group)
@@ -124,12 +144,18 @@ def _alone(q: Tensor, k: Tensor) -> Context:
     )
 
 
-def _compare(context: Context, code: int, q: Tensor, k: Tensor, is_causal: bool) -> None:
+def _limit(side: int) -> int | None:
+    return None if side < 0 else side
+
+
+def _compare(
+    context: Context, code: int, q: Tensor, k: Tensor, is_causal: bool, window: Window | None
+) -> None:
     """Compare the call over the group before its first transfer."""
     call = f"attention call {context.log.attention}"
     details = (
         f"B={q.shape[0]} H={q.shape[1]} Hk={k.shape[1]} D={q.shape[3]} {q.dtype} "
-        f"is_causal={is_causal}"
+        f"is_causal={is_causal} window={window}"
     )
     Digest({call: code}, {call: details}, context.meta).wait()
 
@@ -144,7 +170,13 @@ attention_backward = torch.library.custom_op(
 
 @attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    scale: float,
+    before: int = -1,
+    after: int = -1,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         executor.token_major(q, v.shape[-1], q.dtype),
@@ -169,22 +201,22 @@ def _(
 
 def _save(
     ctx: torch.autograd.function.FunctionCtx,
-    inputs: tuple[Tensor, Tensor, Tensor, bool, float],
+    inputs: tuple[Tensor, Tensor, Tensor, bool, float, int, int],
     output: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    q, k, v, _, ctx.scale = inputs  # type: ignore[attr-defined]
+    q, k, v, _, ctx.scale, *_ = inputs  # type: ignore[attr-defined]
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_: None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return None, None, None, None, None
+        return (None,) * 7
     saved = ctx.saved_tensors  # type: ignore[attr-defined]
     dq, dk, dv = torch.ops.lightning_cp.attention_backward(grad, *saved, ctx.scale)  # type: ignore[attr-defined]
-    return dq, dk, dv, None, None
+    return dq, dk, dv, None, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_save)

@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.plan import AllGather, Direct, Ring
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "contiguous", "zigzag"),
-    "exchange": ("auto", "allgather", "ring"),
+    "exchange": ("auto", "allgather", "direct", "ring"),
     "attention_backend": ("auto", "reference", "sdpa"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
@@ -25,7 +26,9 @@ class Config:
 
     Attributes:
         layout: which positions a rank holds: "contiguous", "zigzag", or "auto".
-        exchange: how keys and values travel: "ring", "allgather", or "auto".
+        exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
+            rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
+            "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.
         attention_backend: kernel of a tile: "sdpa", "reference", or "auto".
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
@@ -47,7 +50,7 @@ class Config:
     """
 
     layout: str = "auto"
-    exchange: str = "auto"
+    exchange: str | AllGather | Direct | Ring = "auto"
     attention_backend: str = "auto"
     documents: str = "auto"
     loss: str = "auto"
@@ -61,6 +64,8 @@ class Config:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
+            if name == "exchange" and isinstance(value, AllGather | Direct | Ring):
+                continue
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
         if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 3):

@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_cp.compat import at_end_of_backward
 from lightning_cp.errors import RefusedError
 from lightning_cp.layout import Layout
-from lightning_cp.mask import Documents, Mask
-from lightning_cp.plan import Plan, build_plan
+from lightning_cp.mask import Documents, Mask, Window
+from lightning_cp.plan import Plan, Schedule, build_plan
 from lightning_cp.spans import Span
 
 HANDLES = 1024
@@ -89,7 +89,7 @@ class Context:
         group: process group of the exchange.
         meta: CPU process group for checks.
         sequences: the named sequences of the batch.
-        exchange: name of the schedule.
+        exchange: name of the schedule, or one with options.
         kernel: name of the kernel, or "auto".
         compare_calls: compare every attention call's signature over the group before its first
             transfer (the first micro-steps of a stage).
@@ -102,14 +102,14 @@ class Context:
     group: Any
     meta: Any
     sequences: Mapping[str, Sequence]
-    exchange: str
+    exchange: str | Schedule
     kernel: str = "auto"
     compare_calls: bool = False
     module: "weakref.ref[torch.nn.Module] | None" = None
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int, int, bool] | None, int]:
+    def _found(self) -> dict[tuple[int, int, int, bool, Window | None] | None, int]:
         return {}
 
     def sequence_of(self, size: int) -> Sequence:
@@ -138,19 +138,26 @@ class Context:
             self._found[None] = SLOT.keep(self)
         return self._found[None]
 
-    def handle(self, batch: int, q_size: int, kv_size: int, is_causal: bool) -> int:
-        """Handle of the plan for a call with these rows and local sizes.
+    def handle(
+        self,
+        batch: int,
+        q_size: int,
+        kv_size: int,
+        is_causal: bool,
+        window: Window | None = None,
+    ) -> int:
+        """Handle of the plan for a call with these rows, local sizes and visibility.
 
         Raises:
             RefusedError: if a size belongs to no declared sequence, or if rows are padded
                 differently and the call has other rows than the batch.
         """
-        key = (batch, q_size, kv_size, is_causal)
+        key = (batch, q_size, kv_size, is_causal, window)
         if not SLOT.holds(self._found.get(key)):
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
             isolated = q == kv and (is_causal or not q.as_transformers)
             documents = q.documents if isolated else None
-            mask = Mask(q.length, kv.length, is_causal, documents, kv.keys)
+            mask = Mask(q.length, kv.length, is_causal, documents, kv.keys, window)
             if mask.rows != (None,) and batch != kv.batch:
                 raise RefusedError(
                     f"an attention call on {batch} rows, but the batch has {kv.batch} rows with "

@@ -82,11 +82,7 @@ class Mask:
                     f"inside the sequence, (0, 0) where all is padding"
                 )
 
-        if any(side is not None and side < 0 for side in self.window or ()):
-            raise BatchError(
-                f"window={self.window} must be (left, right): how many keys before and after its "
-                f"own position a query sees, each at least 0, or None for no limit"
-            )
+        check_window(self.window)
 
     def _check_documents(self, edges: Edges) -> None:
         rising = all(low <= high for low, high in pairwise(edges))
@@ -192,3 +188,17 @@ def rows_of(documents: Documents | None) -> tuple[Edges, ...]:
     if documents and isinstance(documents[0], tuple):
         return documents
     return ()
+
+
+def check_window(window: Window | None) -> Window | None:
+    """The window, if it is one.
+
+    Raises:
+        BatchError: if a side is negative.
+    """
+    if any(side is not None and side < 0 for side in window or ()):
+        raise BatchError(
+            f"window={window} must be (left, right): how many keys before and after its own "
+            f"position a query sees, each at least 0, or None for no limit"
+        )
+    return window

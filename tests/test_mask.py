@@ -52,7 +52,11 @@ def test_rects_cover_the_dense_matrix_once(mask: Mask) -> None:
         counts = np.zeros((q_size, kv_size), np.int64)
         for rect in rects:
             q, k = np.arange(*rect.q)[:, None], np.arange(*rect.k)[None, :]
-            counts[q, k] += (k <= q) if rect.causal else 1
+            low, high = rect.band or (-q_size, kv_size)
+            seen = (k <= q) if rect.causal else (low <= k - q) & (k - q <= high)
+            assert not (rect.causal and rect.band)
+            assert seen.any(1).all() or rect.causal, f"{rect} has rows that see nothing"
+            counts[q, k] += seen
         assert np.array_equal(counts, expected[row])
         spans = [rect.q for rect in rects]
         assert all(left[1] <= right[0] for left, right in pairwise(spans))
@@ -72,6 +76,14 @@ def test_rects_cover_the_dense_matrix_once(mask: Mask) -> None:
         (Mask(3, 3, keys=((1, 3),)), "... .x. .xx"),
         (Mask(3, 3, False, keys=((0, 2),)), "xx. xx. xx."),
         (Mask(3, 3, keys=((2, 2),)), "... ... ..."),
+        (Mask(4, 4, window=(1, None)), "x... xx.. .xx. ..xx"),
+        (Mask(4, 4, False, window=(1, 0)), "x... xx.. .xx. ..xx"),
+        (Mask(4, 4, False, window=(0, 2)), "xxx. .xxx ..xx ...x"),
+        (Mask(4, 4, False, window=(None, 1)), "xx.. xxx. xxxx xxxx"),
+        (Mask(4, 4, False, window=(0, 0)), "x... .x.. ..x. ...x"),
+        (Mask(4, 4, documents=(0, 1, 4), window=(1, 1)), "x... .x.. .xx. ..xx"),
+        (Mask(4, 2, False, window=(1, 0)), "x. xx .x .."),
+        (Mask(4, 4, keys=((1, 3),), window=(1, None)), ".... .x.. .xx. ..x."),
     ],
 )
 def test_small_masks_by_hand(mask: Mask, rows: str) -> None:

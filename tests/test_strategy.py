@@ -95,7 +95,7 @@ def test_options_arrive():
     ("option", "value", "message"),
     [
         ("layout", "spiral", r"layout='spiral' is unknown; use one of auto, contiguous, zigzag"),
-        ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, ring"),
+        ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
         ("attention_backend", "magic", r"attention_backend='magic' .* auto, reference, sdpa"),
         ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),

@@ -73,12 +73,13 @@ def forward(
     own = [Pair(k[:, heads.kv], v[:, heads.kv]) for heads in groups]
     fetch = Fetch(plan, own, link, probe)
     fetch.post()
-    for heads, buffer in zip(groups, own, strict=True):
+    for heads, here in zip(groups, own, strict=True):
         target, queries = out[:, heads.q], q[:, heads.q]
         if q.dtype != dtype:
             target = token_major(queries, v.shape[-1], dtype)
         running = RunningAttention(target, lse[:, heads.q])
         for index, step in enumerate(plan.rounds):
+            buffer = here  # gives up the buffer of the round before
             if index:
                 yield
                 buffer = fetch.wait()
@@ -147,10 +148,11 @@ def backward(
     fetch = Fetch(plan, own, link, probe)
     fetch.post()
     home: _Home | None = None
-    for heads, buffer in zip(groups, own, strict=True):
+    for heads, here in zip(groups, own, strict=True):
         group = _Group(grads, heads, probe)
         rows = Saved(*(x[:, heads.q] for x in saved))
         for index, step in enumerate(plan.rounds):
+            buffer = here  # gives up the buffer of the round before
             if not index:
                 _differentiate(kernel, step.tiles, rows, buffer, group, group.own, scale)
                 continue

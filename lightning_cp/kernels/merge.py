@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from lightning_cp.plan.memory import CHUNK
+
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of running sums for inputs of `dtype`: float, double for double."""
@@ -12,9 +14,9 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into the running one, in place.
 
-    Max form: with m = max(lse, part_lse) the weights are exp(lse - m) and exp(part_lse - m), which
-    cannot overflow; m is 0 where both are -inf, and a row that has seen no key stays 0 with LSE
-    -inf.
+    The output becomes the mean of both, weighted by exp(lse) and exp(part_lse). The weight of the
+    part is the logistic function of the difference of the two, and the new LSE is taken from the
+    larger one, so nothing overflows. A row that has seen no key stays 0 with LSE -inf.
 
     Args:
         out: running output `[..., S, D]`, float or double.
@@ -22,11 +24,14 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         part: output of another set of keys, any float dtype.
         part_lse: its LSE.
     """
-    highest = torch.maximum(lse, part_lse)
-    highest.masked_fill_(highest == float("-inf"), 0)
-    weight, part_weight = (lse - highest).exp_(), (part_lse - highest).exp_()
-    total = weight + part_weight
-    inverse = total.clamp_min(torch.finfo(total.dtype).tiny).reciprocal_()
-    out.mul_(weight.mul_(inverse).unsqueeze(-1))
-    out.addcmul_(part.to(out.dtype), part_weight.mul_(inverse).unsqueeze(-1))
-    lse.copy_(total.log_().add_(highest))
+    size = out.shape[-2]
+    rows = max(1, CHUNK * size // max(1, out.numel()))
+    for start in range(0, size, rows):
+        span = slice(start, start + rows)
+        _merge(out[..., span, :], lse[..., span], part[..., span, :], part_lse[..., span])
+
+
+def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    weight = (part_lse - lse).sigmoid_().masked_fill_(part_lse == float("-inf"), 0)
+    out.lerp_(part.to(out.dtype), weight.unsqueeze(-1))
+    torch.logaddexp(lse, part_lse, out=lse)

@@ -6,12 +6,7 @@ from torch import Tensor
 from lightning_cp.kernels.base import BlockKernel, Saved
 from lightning_cp.kernels.visible import narrow, visible
 from lightning_cp.plan import Tile
-
-SMALL = 256
-"""Below this many rows or keys the half-precision backward is slower than the float one."""
-
-ROWS = 256
-"""Queries of a block with a band; the corners of its mask are computed in vain."""
+from lightning_cp.plan.memory import BANDED, SMALL
 
 
 class Sdpa(BlockKernel):
@@ -35,7 +30,7 @@ class Sdpa(BlockKernel):
     def split(self, tile: Tile) -> tuple[Tile, ...]:
         """A full block left of a square causal one, or a few rows; see [Note: CPU flash kernel]."""
         if tile.band is not None:
-            return narrow(tile, ROWS)
+            return narrow(tile, BANDED)
         corner = tile.k[1] - (tile.q[1] - tile.q[0])
         if not tile.causal or corner == tile.k[0]:
             return (tile,)

@@ -4,7 +4,26 @@ Pure Python on integers. `SCHEDULES` names the exchanges; `build_plan` makes the
 plan of one rank.
 """
 
-from lightning_cp.plan.base import Plan, Round, Tile, Traffic, Transfer
+from lightning_cp.plan.allgather import AllGather
+from lightning_cp.plan.base import Plan, Traffic
 from lightning_cp.plan.build import SCHEDULES, build_plan
+from lightning_cp.plan.direct import Direct
+from lightning_cp.plan.memory import Memory
+from lightning_cp.plan.ring import Ring
+from lightning_cp.plan.rounds import Round, Tile, Transfer
+from lightning_cp.plan.schedule import Schedule
 
-__all__ = ["SCHEDULES", "Plan", "Round", "Tile", "Traffic", "Transfer", "build_plan"]
+__all__ = [
+    "SCHEDULES",
+    "AllGather",
+    "Direct",
+    "Memory",
+    "Plan",
+    "Ring",
+    "Round",
+    "Schedule",
+    "Tile",
+    "Traffic",
+    "Transfer",
+    "build_plan",
+]

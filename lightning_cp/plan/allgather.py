@@ -1,8 +1,9 @@
 """All-gather exchange: every rank receives every shard in one round."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lightning_cp.plan.schedule import Demand
+from lightning_cp.plan.schedule import Demand, check_chunks
 from lightning_cp.spans import Spans
 
 
@@ -15,10 +16,17 @@ class AllGather:
 
     Args:
         head_chunks: heads travel in so many groups, which divides the size of the buffers.
+
+    Raises:
+        ConfigError: if `head_chunks` is no positive integer.
     """
 
     head_chunks: int = 4
-    relay = False
+    name: ClassVar[str] = "allgather"
+    relay: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_chunks(self.head_chunks)
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """Every distance in one round."""

@@ -7,9 +7,10 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
 from lightning_cp.plan.allgather import AllGather
-from lightning_cp.plan.base import Plan, Round, Tile, Transfer
+from lightning_cp.plan.base import Plan
 from lightning_cp.plan.direct import Direct
 from lightning_cp.plan.ring import Ring
+from lightning_cp.plan.rounds import Round, Tile, Transfer
 from lightning_cp.plan.schedule import Demand, Schedule
 from lightning_cp.plan.tiles import cut, needed
 from lightning_cp.spans import Piece, pieces, rows, total, union
@@ -32,8 +33,7 @@ def build_plan(
     mask: Mask,
     *,
     rank: int,
-    exchange: str,
-    head_chunks: int | None = None,
+    exchange: str | Schedule,
 ) -> Plan:
     """Plan of `rank`, cached by value.
 
@@ -42,17 +42,16 @@ def build_plan(
         kv_layout: who holds which keys and values.
         mask: who sees whom.
         rank: rank within the context-parallel group.
-        exchange: a name of `SCHEDULES`.
-        head_chunks: into how many groups the heads are cut, the exchange's own number where None.
+        exchange: a name of `SCHEDULES`, or one of them with options.
 
     Returns:
         A plan whose tiles cover each pair that a query of `rank` sees exactly once.
 
     Raises:
-        ConfigError: if the exchange or the rank is unknown, `head_chunks` is below 1, the layouts
-            have different numbers of ranks, or a layout is shorter than the mask.
+        ConfigError: if the exchange or the rank is unknown, the layouts have different numbers of
+            ranks, or a layout is shorter than the mask.
     """
-    if exchange not in SCHEDULES:
+    if isinstance(exchange, str) and exchange not in SCHEDULES:
         raise ConfigError(f"exchange {exchange!r} is unknown; use one of {sorted(SCHEDULES)}")
     if not 0 <= rank < q_layout.world:
         raise ConfigError(f"rank {rank} is none of the {q_layout.world} ranks of the layout")
@@ -66,11 +65,8 @@ def build_plan(
             f"the mask is for {mask.q_length} queries and {mask.kv_length} keys, the layouts hold "
             f"only {q_layout.length} and {kv_layout.length}; make the layouts at least as long"
         )
-    if head_chunks is not None and head_chunks < 1:
-        raise ConfigError(f"head_chunks={head_chunks}: heads travel in at least 1 group")
-    options = {} if head_chunks is None else {"head_chunks": head_chunks}
-    schedule = SCHEDULES[exchange](**options)
-    return _Builder(q_layout, kv_layout, mask, rank, schedule).plan(exchange)
+    schedule = SCHEDULES[exchange]() if isinstance(exchange, str) else exchange
+    return _Builder(q_layout, kv_layout, mask, rank, schedule).plan()
 
 
 class _Builder:
@@ -95,7 +91,7 @@ class _Builder:
             ],
         )
 
-    def plan(self, exchange: str) -> Plan:
+    def plan(self) -> Plan:
         rounds = [Round(self.kv_size, tiles=self._tiles(self.own))]
         before = self.own
         for step, distances in enumerate(self.schedule.rounds(self.demand), 1):
@@ -105,7 +101,7 @@ class _Builder:
         return Plan(
             self.rank,
             self.world,
-            exchange,
+            self.schedule.name,
             self.q_size,
             self.kv_size,
             tuple(rounds),

@@ -1,8 +1,9 @@
 """Direct exchange: every rank receives exactly what its queries see, from who holds it."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lightning_cp.plan.schedule import Demand
+from lightning_cp.plan.schedule import Demand, check_chunks
 from lightning_cp.spans import Spans
 
 
@@ -16,10 +17,17 @@ class Direct:
 
     Args:
         head_chunks: heads travel in so many groups, which divides the size of the buffers.
+
+    Raises:
+        ConfigError: if `head_chunks` is no positive integer.
     """
 
     head_chunks: int = 2
-    relay = False
+    name: ClassVar[str] = "direct"
+    relay: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        check_chunks(self.head_chunks)
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """Distances in order, gathered while the buffer stays within its bound."""

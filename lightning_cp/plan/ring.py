@@ -1,8 +1,9 @@
 """Ring exchange: keys and values travel from neighbour to neighbour, one hop a round."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from lightning_cp.plan.schedule import Demand
+from lightning_cp.plan.schedule import Demand, check_chunks
 from lightning_cp.spans import Spans, union
 
 
@@ -16,10 +17,17 @@ class Ring:
 
     Args:
         head_chunks: heads travel in so many groups, which divides the size of the buffers.
+
+    Raises:
+        ConfigError: if `head_chunks` is no positive integer.
     """
 
     head_chunks: int = 2
-    relay = True
+    name: ClassVar[str] = "ring"
+    relay: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        check_chunks(self.head_chunks)
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """One distance a round."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from lightning_cp.errors import ConfigError
 from lightning_cp.spans import Spans, intersection, total
 
 
@@ -47,15 +48,21 @@ class Schedule(Protocol):
     before it, in a circle.
 
     Attributes:
+        name: what the exchange is called.
         relay: keys come from the neighbour, which got them a round earlier, not from the owner.
         head_chunks: into how many groups the heads are cut, which travel one after the other.
     """
+
+    @property
+    def name(self) -> str: ...
 
     @property
     def relay(self) -> bool: ...
 
     @property
     def head_chunks(self) -> int: ...
+
+    def __hash__(self) -> int: ...
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """For every round the distances to the ranks whose keys are read; each distance once."""
@@ -64,3 +71,16 @@ class Schedule(Protocol):
     def carried(self, owner: int, reader: int, demand: Demand) -> Spans:
         """Global positions of the keys of `owner` that `reader` receives."""
         ...
+
+
+def check_chunks(head_chunks: int) -> None:
+    """Refuse what is no number of groups of heads.
+
+    Raises:
+        ConfigError: if it is no positive integer.
+    """
+    if isinstance(head_chunks, bool) or not isinstance(head_chunks, int) or head_chunks < 1:
+        raise ConfigError(
+            f"head_chunks={head_chunks!r} must be a positive integer: into how many groups the "
+            f"heads are cut, 1 for all at once"
+        )

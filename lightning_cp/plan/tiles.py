@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from lightning_cp.mask import Band, Rect
-from lightning_cp.plan.base import Tile
+from lightning_cp.plan.rounds import Tile
 from lightning_cp.spans import Piece, Span, Spans, overlapping, union
 
 

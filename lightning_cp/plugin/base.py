@@ -18,6 +18,7 @@ from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
 from lightning_cp.fsdp import WrapPolicy
+from lightning_cp.plan import AllGather, Direct, Ring
 from lightning_cp.plugin.data import Loading
 from lightning_cp.plugin.flavor import Flavor
 from lightning_cp.plugin.mixin import ContextParallelMixin
@@ -59,8 +60,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             optimizers are sharded over all ranks (FSDP2) and gathered block by block.
         layout: which tokens a rank holds: "zigzag" (even work for causal attention), "contiguous",
             or "auto": zigzag, and contiguous once a step made no causal call.
-        exchange: how keys and values travel: "ring" (memory of two shards), "allgather" (memory of
-            the whole sequence, fewer and larger tiles), or "auto": ring.
+        exchange: how keys and values travel: "direct" (exactly what a rank's queries see, from the
+            rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
+            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or
+            "auto": direct. `lightning_cp.plan.Direct`, `Ring` and `AllGather` take options.
         attention_backend: what computes a tile: "sdpa" (torch's fused kernels), "reference" (plain
             maths, quadratic memory), or "auto": sdpa.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
@@ -116,7 +119,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         data_parallel_size: int | Literal["auto"] = "auto",
         zero_stage: int = 0,
         layout: Literal["auto", "contiguous", "zigzag"] = "auto",
-        exchange: Literal["auto", "allgather", "ring"] = "auto",
+        exchange: Literal["auto", "allgather", "direct", "ring"]
+        | AllGather
+        | Direct
+        | Ring = "auto",
         attention_backend: Literal["auto", "reference", "sdpa"] = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",

@@ -70,5 +70,5 @@ def _parameters(config: Config, world: int) -> str:
     return f"{sharded} (zero_stage={config.zero_stage})"
 
 
-def _resolved(given: str, used: str) -> str:
-    return f"{used} (auto)" if given == "auto" else given
+def _resolved(given: object, used: object) -> str:
+    return f"{used} (auto)" if given == "auto" else str(given)

@@ -7,7 +7,7 @@ that each value of one axis meets each value of every other at least once.
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import combinations, cycle, pairwise, product
+from itertools import combinations, pairwise, product
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_cp.context import CallLog, Context, Sequence
 from lightning_cp.layout import LAYOUTS, Layout
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Mask, Window
 from lightning_cp.plan import SCHEDULES
 from lightning_cp.spans import Span
 
@@ -52,11 +52,12 @@ LAYOUT_MAKERS: Mapping[str, Callable[[int, int], Layout]] = {
 
 
 class Shown(NamedTuple):
-    """Causality, cumulative document lengths and visible keys of every row."""
+    """Causality, cumulative document lengths, visible keys of every row, and the window."""
 
     is_causal: bool = True
     documents: tuple[int, ...] | None = None
     keys: tuple[Span, ...] | None = None
+    window: Window | None = None
 
 
 def _cumulative(lengths: list[int]) -> tuple[int, ...]:
@@ -104,6 +105,13 @@ MASKS: Mapping[str, Callable[[int, int], Shown]] = {
     "left": lambda s, b: Shown(keys=_left(s, b)),
     "hidden": lambda s, b: Shown(False, keys=_hidden(s, b)),
     "docs35left": lambda s, b: Shown(documents=_documents(3, 5)(s, b), keys=_left(s, b)),
+    "window": lambda s, b: Shown(window=(s // 3, None)),
+    "windowself": lambda s, b: Shown(window=(0, 0)),
+    "windowfull": lambda s, b: Shown(False, window=(s // 5, s // 4)),
+    "windowahead": lambda s, b: Shown(False, window=(None, 2)),
+    "docs35window": lambda s, b: Shown(documents=_documents(3, 5)(s, b), window=(s // 4, None)),
+    "leftwindow": lambda s, b: Shown(False, keys=_left(s, b), window=(2, 1)),
+    "hiddenwindow": lambda s, b: Shown(keys=_hidden(s, b), window=(s // 6, 0)),
 }
 """From length and rows of a batch to what its tokens see."""
 
@@ -157,10 +165,21 @@ class Cell:
         """Factor on the scores; not the default one for an odd number of rows."""
         return float(self.head_dim**-0.5 if self.batch % 2 == 0 else 0.3)
 
+    @property
+    def window(self) -> Window | None:
+        """How far a query sees."""
+        return MASKS[self.mask](self.length, self.batch).window
+
+    @property
+    def options(self) -> tuple[bool, float, int, int]:
+        """What the operator gets besides tensors."""
+        before, after = (-1 if side is None else side for side in self.window or (None, None))
+        return self.is_causal, self.scale, before, after
+
     def mask_of(self) -> Mask:
         """What the whole sequence sees."""
-        sequence = self.sequence
-        return Mask(self.length, self.length, self.is_causal, sequence.documents, sequence.keys)
+        shown = MASKS[self.mask](self.length, self.batch)
+        return Mask(self.length, self.length, *shown)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and the gradient of the output, the same on every rank."""
@@ -190,7 +209,7 @@ class Cell:
 
 
 AXES: Mapping[str, tuple[Any, ...]] = {
-    "world": (1, 2, 3, 4),
+    "world": (1, 2, 2, 3, 3, 4, 4),  # by weight
     "exchange": tuple(SCHEDULES),
     "layout": tuple(LAYOUT_MAKERS),
     "mask": tuple(MASKS),
@@ -204,8 +223,11 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "strides": ("contiguous", "transposed", "expanded"),
 }
 
-FULL = ("world", "exchange", "layout", "mask")
-"""Axes that the list is built on; on 3 and 4 ranks each combination is there."""
+TRIPLES = ("exchange", "layout", "mask")
+"""Axes of which every combination is in the list."""
+
+DEFAULT, EVERYTHING = 300, 1500
+"""How many cells the default run has, and how many there are."""
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
@@ -221,28 +243,37 @@ def all_pairs() -> set[Pair]:
     return {pair for x, y in combinations(choices, 2) for pair in product(x, y)}
 
 
+def triples() -> set[tuple[Any, ...]]:
+    """Every combination of `TRIPLES`."""
+    return set(product(*(AXES[name] for name in TRIPLES)))
+
+
 def _cells() -> tuple[Cell, ...]:
-    """The full axes as they come, the others by which of some throws makes most new pairs."""
+    """Every triple, then more by chance: each is that of some throws which makes most new pairs.
+
+    In the first `DEFAULT` cells every triple and every pair of choices occurs.
+    """
     dice = random.Random(0)
-    exchanges, layouts, masks = (AXES[name] for name in FULL[1:])
-    alternating = cycle(product(layouts, exchanges))
-    bases = list(product((3, 4), exchanges, layouts, masks))
-    for world in (2, 2, 1):
-        for mask in masks:
-            layout, exchange = next(alternating)
-            bases.append((world, exchange, layout, mask))
-    missing, chosen = all_pairs(), []
-    for base in bases:
+    missing, chosen = all_pairs(), dict.fromkeys(SPECIAL)
+    bases = sorted(triples(), key=str)
+    dice.shuffle(bases)
+    for cell in chosen:
+        missing.difference_update(pairs_of(vars(cell)))
+    while len(chosen) < EVERYTHING:
+        base = dict(zip(TRIPLES, bases[len(chosen) % len(bases)], strict=True))
+        if len(chosen) >= DEFAULT - SPARE and missing:
+            base = dict(next(iter(sorted(missing, key=str))))
         throws = [
-            {name: dice.choice(values) for name, values in AXES.items()}
-            | dict(zip(FULL, base, strict=True))
-            for _ in range(12)
+            {name: dice.choice(values) for name, values in AXES.items()} | base for _ in range(12)
         ]
         best = max(throws, key=lambda values: sum(pair in missing for pair in pairs_of(values)))
         missing.difference_update(pairs_of(best))
-        chosen.append(Cell(**best))
-    return (*chosen, *SPECIAL)
+        chosen.setdefault(Cell(**best))
+    return tuple(chosen)
 
+
+SPARE = 40
+"""The last of the default cells, each made for a pair that is still missing."""
 
 SPECIAL = (
     # As many heads as local tokens.

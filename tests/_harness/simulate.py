@@ -163,7 +163,14 @@ def tile_pairs(tile: Tile) -> Pairs:
     assert min(q.size, k.size) > 0, f"{tile} is empty"
     assert not tile.causal or q.size <= k.size, f"{tile} has rows above the diagonal"
     seen = np.ones((q.size, k.size), np.bool_)
-    i, j = np.nonzero(np.tril(seen, k.size - q.size) if tile.causal else seen)
+    if tile.causal:
+        seen = np.tril(seen, k.size - q.size)
+    if tile.band is not None:
+        assert not tile.causal, f"{tile} is banded and causal"
+        seen = np.triu(np.tril(seen, tile.band[1]), tile.band[0])
+    assert seen.any(1).all(), f"{tile} has queries without a key"
+    assert seen.any(0).all(), f"{tile} has keys without a query"
+    i, j = np.nonzero(seen)
     return Pairs(q[i], k[j], tile.row)
 
 
@@ -191,6 +198,11 @@ def dense(mask: Mask, shape: tuple[int, int, int]) -> Bools:
     seen = (q < mask.q_length) & (k < mask.kv_length)
     if mask.is_causal:
         seen &= q >= k
+    before, after = mask.window or (None, None)
+    if before is not None:
+        seen &= k >= q - before
+    if after is not None:
+        seen &= k <= q + after
     found = np.stack([seen] * shape[0])
     for row in range(shape[0]):
         edges = mask.documents or ()
@@ -225,7 +237,11 @@ def masks(draw: st.DrawFn, *, max_length: int = 40, max_batch: int = 3) -> Mask:
     elif kind == "documents per row":
         documents = tuple(draw(st.lists(edges, min_size=batch, max_size=batch)))
     rows = st.lists(spans_within(kv_length), min_size=batch, max_size=batch).map(tuple)
-    return Mask(q_length, kv_length, draw(st.booleans()), documents, draw(st.none() | rows))
+    side = st.none() | st.integers(0, max_length // 2)
+    window = st.none() | st.tuples(side, side)
+    return Mask(
+        q_length, kv_length, draw(st.booleans()), documents, draw(st.none() | rows), draw(window)
+    )
 
 
 @st.composite

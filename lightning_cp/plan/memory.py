@@ -1,0 +1,189 @@
+"""How many bytes the run of a plan holds: the executor's buffers, counted without running it."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from lightning_cp.plan.rounds import Round, Tile, Transfer
+
+
+CHUNK = 2**19
+"""Elements of an output that are merged at a time, which bounds the temporary memory."""
+
+BANDED = 256
+"""Queries of a banded tile that a kernel which takes masks computes at a time."""
+
+SMALL = 256
+"""Rows or keys up to which the half-precision backward of a CPU is slower than the float one."""
+
+
+class Memory(NamedTuple):
+    """Peak bytes of one attention call on one rank, inputs not counted."""
+
+    forward: int
+    backward: int
+
+
+class Sizes(NamedTuple):
+    """Sizes of the tensors of a call."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+
+    @property
+    def state(self) -> int:
+        """Bytes of an element of a running sum."""
+        return max(self.itemsize, 4)
+
+    def groups(self, count: int) -> tuple["Sizes", ...]:
+        """The sizes of every group of heads, of at most `count`."""
+        count = min(count, self.kv_heads)
+        edges = [self.kv_heads * index // count for index in range(count + 1)]
+        ratio = self.heads // self.kv_heads
+        return tuple(
+            self._replace(heads=(stop - start) * ratio, kv_heads=stop - start)
+            for start, stop in pairwise(edges)
+        )
+
+    @property
+    def query(self) -> int:
+        """Elements of a query row, of all heads and batch rows."""
+        return self.batch * self.heads * self.head_dim
+
+    @property
+    def out(self) -> int:
+        """Elements of an output row."""
+        return self.batch * self.heads * self.value_dim
+
+    @property
+    def pair(self) -> int:
+        """Elements of a row of keys and values."""
+        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+
+
+def forward_peak(
+    rounds: Sequence[Round], groups: Sequence[Sizes], q_size: int, sizes: Sizes
+) -> int:
+    """The most bytes at a time in a forward, all groups of heads one after the other."""
+    results = q_size * (sizes.out * sizes.itemsize + sizes.batch * sizes.heads * sizes.state)
+    peak = 0
+    for index, group in enumerate(groups):
+        running = q_size * group.out * group.state if group.state != group.itemsize else 0
+        for at, step in enumerate(rounds):
+            held = results + running + _buffer(step, group, first=not at)
+            held += _coming(rounds, groups, index, at)
+            arriving = results + running + _arriving(step, group) if at else 0
+            peak = max(peak, arriving, held + _part(step, group, merged=bool(at)))
+    return max(peak, results)
+
+
+def backward_peak(
+    rounds: Sequence[Round],
+    groups: Sequence[Sizes],
+    shards: tuple[int, int],
+    sizes: Sizes,
+) -> int:
+    """The most bytes at a time in a backward; `shards` are local queries and keys."""
+    q_size, kv_size = shards
+    results = (q_size * sizes.query + kv_size * sizes.pair) * sizes.itemsize
+    peak, homing, unfinished = 0, 0, 0
+    for index, group in enumerate(groups):
+        widened = group.state != group.itemsize
+        running = (q_size * group.query + kv_size * group.pair) * group.state * widened
+        for at, step in enumerate(rounds):
+            fixed = results + running + unfinished
+            buffer = _buffer(step, group, first=not at)
+            coming = _coming(rounds, groups, index, at)
+            grads = step.size * group.pair * group.state if at else 0
+            if at:
+                peak = max(peak, fixed + homing + _arriving(step, group))
+            peak = max(peak, fixed + homing + buffer + coming + grads + _parts(step, group))
+            if at:
+                unfinished = 0
+                held = results + running + buffer + coming
+                row = group.pair * group.state
+                whole, received = _whole(step.returns, step.size), _rows(step.collects) * row
+                packed = 0 if whole else _rows(step.returns) * row
+                peak = max(peak, held + grads + packed + received)
+                homing = (grads if whole else packed) + received
+        unfinished = running if len(rounds) > 1 else 0
+    return max(peak, results)
+
+
+def _buffer(step: Round, group: Sizes, *, first: bool) -> int:
+    return 0 if first else step.size * group.pair * group.itemsize
+
+
+def _coming(rounds: Sequence[Round], groups: Sequence[Sizes], index: int, at: int) -> int:
+    """Messages of the next round that needs any, this group's or the first of the next one."""
+    group, step = groups[index], rounds[at + 1] if at + 1 < len(rounds) else None
+    if step is None:
+        if index + 1 == len(groups) or len(rounds) == 1:
+            return 0
+        group, step, at = groups[index + 1], rounds[1], 0
+    relayed = step.relay and _whole(step.sends, rounds[at].size)
+    sent = 0 if relayed else _rows(step.sends)
+    return (sent + _rows(step.receives)) * group.pair * group.itemsize
+
+
+def _arriving(step: Round, group: Sizes) -> int:
+    """Messages of several peers, and the buffer that they are put into."""
+    if _whole(step.receives, step.size):
+        return step.size * group.pair * group.itemsize
+    return (_rows(step.receives) + step.size) * group.pair * group.itemsize
+
+
+def _part(step: Round, group: Sizes, *, merged: bool) -> int:
+    """The most that a tile needs: its mask while it is made, or its output, LSE and merging."""
+    row = group.out * group.itemsize + group.batch * group.heads * group.state
+    found = 0
+    for tile in step.tiles:
+        mask = _masking(tile, group)
+        making = mask + 2 * _q(tile) * _k(tile) if mask else 0
+        merging = min(_q(tile) * group.out, CHUNK) * group.state
+        merging *= merged and group.state != group.itemsize
+        found = max(found, making, mask + _q(tile) * row, _q(tile) * row + merging)
+    return found
+
+
+def _parts(step: Round, group: Sizes) -> int:
+    """Gradients of the largest tile."""
+    return max((_tile_gradients(tile, group) for tile in step.tiles), default=0)
+
+
+def _tile_gradients(tile: Tile, group: Sizes) -> int:
+    grads = _q(tile) * group.query + _k(tile) * group.pair
+    if group.itemsize == 2 and min(_q(tile), _k(tile)) <= SMALL:
+        copies = grads + 2 * _q(tile) * group.out
+        return (grads + copies) * group.state + _masking(tile, group, group.state)
+    return grads * group.itemsize + _masking(tile, group)
+
+
+def _masking(tile: Tile, group: Sizes, itemsize: int | None = None) -> int:
+    """The mask of a band, as something to add to the scores."""
+    if tile.band is None:
+        return 0
+    return _q(tile) * _k(tile) * (itemsize or group.itemsize)
+
+
+def _q(tile: Tile) -> int:
+    rows = tile.q[1] - tile.q[0]
+    return rows if tile.band is None else min(rows, BANDED)
+
+
+def _k(tile: Tile) -> int:
+    keys = tile.k[1] - tile.k[0]
+    return keys if tile.band is None else min(keys, BANDED + tile.band[1] - tile.band[0])
+
+
+def _rows(transfers: Sequence[Transfer]) -> int:
+    return sum(transfer.size for transfer in transfers)
+
+
+def _whole(transfers: Sequence[Transfer], size: int) -> bool:
+    """Whether one message is all of a buffer, in its order."""
+    return len(transfers) == 1 and transfers[0].rows == ((0, size),)

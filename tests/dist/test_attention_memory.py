@@ -1,0 +1,84 @@
+"""The memory of an attention call: what the plan says, and that it does not grow with the group."""
+
+from itertools import product
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_cp.comm.p2p import GroupLink
+from lightning_cp.diagnostics.trace import MemoryTracker
+from lightning_cp.exchange import executor
+from lightning_cp.kernels import KERNELS
+from lightning_cp.kernels.base import Saved
+from lightning_cp.layout import LAYOUTS
+from lightning_cp.mask import Mask
+from lightning_cp.plan import SCHEDULES, Memory, build_plan
+from tests._harness.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+class Case(NamedTuple):
+    """One attention call of a group."""
+
+    exchange: str
+    layout: str
+    mask: Mask
+    dtype: torch.dtype
+    heads: tuple[int, int] = (4, 4)
+    head_dim: int = 32
+
+    def plan(self, rank: int, world: int) -> object:
+        layout = LAYOUTS[self.layout](self.mask.q_length, world)
+        return build_plan(layout, layout, self.mask, rank=rank, exchange=self.exchange)
+
+
+LENGTH = 2304
+EDGES = (0, 400, 900, 901, 1800, LENGTH)
+MASKS = (
+    Mask.causal(LENGTH),
+    Mask.full(LENGTH),
+    Mask.packed(EDGES),
+    Mask(LENGTH, LENGTH, window=(350, None)),
+)
+CASES = [
+    Case(exchange, layout, mask, dtype)
+    for exchange, layout, mask, dtype in product(
+        sorted(SCHEDULES), ("contiguous", "zigzag"), MASKS, (torch.bfloat16, torch.float32)
+    )
+]
+CASES.append(Case("direct", "zigzag", MASKS[0], torch.bfloat16, heads=(8, 2)))
+CASES.append(Case("ring", "zigzag", MASKS[0], torch.bfloat16, heads=(4, 1)))
+
+
+def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory, Memory]]:
+    """What the plan says and what was counted."""
+    found = []
+    for case in cases:
+        plan = case.plan(rank, world)
+        heads, kv_heads = case.heads
+        q, grad = torch.randn(2, 1, heads, plan.q_size, case.head_dim).to(case.dtype)
+        k, v = torch.randn(2, 1, kv_heads, plan.kv_size, case.head_dim).to(case.dtype)
+        options = {"scale": 0.1, "link": GroupLink(dist.group.WORLD)}
+        kernel = KERNELS["sdpa"]
+        with MemoryTracker() as forward:
+            out, lse = executor.run(executor.forward(plan, kernel, q, k, v, **options))
+        saved = Saved(q, out, lse, grad)
+        with MemoryTracker() as backward:
+            executor.run(executor.backward(plan, kernel, saved, k, v, **options))
+        said = plan.memory(
+            heads=heads, kv_heads=kv_heads, head_dim=case.head_dim, itemsize=q.itemsize
+        )
+        found.append((said, Memory(forward.peak, backward.peak)))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_peak_is_what_the_plan_says(world: int, pool: Pool) -> None:
+    for rank, found in enumerate(pool.run(run_measured, CASES, world=world)):
+        for case, (said, counted) in zip(CASES, found, strict=True):
+            where = f"rank {rank} of {world}: {case}"
+            assert counted.forward == pytest.approx(said.forward, rel=0.1), where
+            assert counted.backward == pytest.approx(said.backward, rel=0.1), where
