@@ -19,6 +19,8 @@ from lightning_cp.cli.bench.attention.settings import Case, Settings
 
 MS = 1e3
 MB = 1e6
+NAME = 15
+"""Width at which names of rows wrap between words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,14 +137,14 @@ class Report:
 
     def print(self, console: Console) -> None:
         """Print two tables: times, and what does not depend on them."""
-        times = ("efficiency", "A/A", "ideal, ms", "real, ms", "beside kernel")
+        times = ("efficiency", "A/A", "ideal ms", "real ms", "overhead")
         counts = ("error", "MB sent", "MB forward", "MB backward")
         for title, caption, names, cells in (
             (self.title, self._caption, times, _time_cells),
             (None, "peak MB of new tensors on a rank; MB sent by all", counts, _count_cells),
         ):
             table = Table(title=title, caption=caption, box=box.SIMPLE)
-            table.add_column("")
+            table.add_column("", min_width=NAME)
             for name in names:
                 table.add_column(name, justify="right", no_wrap=True)
             for row in self.rows:

@@ -23,13 +23,15 @@ from lightning_cp.cli.bench.attention.truth import Truth
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import gather
 from lightning_cp.comm.p2p import GroupLink, Link
-from lightning_cp.comm.throttle import BlockingLink, ThrottledLink, measured_rate
+from lightning_cp.comm.throttle import PROBE_BYTES, BlockingLink, ThrottledLink, measured_rate
 from lightning_cp.diagnostics.trace import MemoryTracker
 from lightning_cp.errors import ContextParallelError
 from lightning_cp.kernels import resolve
 
 PATIENCE = timedelta(hours=1)
 FAILED = 2
+PROBE_SECONDS = 0.1
+"""A message by which a link measures itself lasts so long at most."""
 PHASE_RUNS = 3
 """At most so many runs are measured phase by phase, and never more than there are pairs."""
 
@@ -80,7 +82,12 @@ class _Rank:
         """Measure every case; tensors and their truth are made once per dtype."""
         settings, rate = self._settings, None
         if settings.network is not None:
-            rate = measured_rate(self._timed, rank=self._rank, world=settings.world)
+            rate = measured_rate(
+                self._timed,
+                rank=self._rank,
+                world=settings.world,
+                size=min(int(settings.network * 1e9 / 8 * PROBE_SECONDS) + 1, PROBE_BYTES),
+            )
         cases = []
         for dtype in settings.dtypes:
             whole = _inputs(settings, DTYPES[dtype])
