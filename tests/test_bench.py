@@ -443,3 +443,21 @@ def test_command_over_a_slow_link(tmp_path):
         # One of the two ranks sends half or more, and cannot be faster than its link.
         assert row["real_ms"] > row["bytes_moved"] / 2 / (0.05e9 / 8) * 1e3
         assert (row["ideal_ms"], row["real_ms"]) == (row["ideal_wall_ms"], row["real_wall_ms"])
+
+
+def test_a_failed_process_is_an_error(capfd, monkeypatch):
+    started = []
+
+    def run_ranks(module, job, ranks, *, threads):
+        started.append((module, Launch.load(job), ranks, threads))
+        return [0, 2]
+
+    monkeypatch.setattr("lightning_cp.cli.bench.attention.command.run_ranks", run_ranks)
+    assert main(["bench", "attention", *SMALL]) == FAILED
+    assert "the processes ended with exit codes [0, 2]" in capfd.readouterr().err
+    (module, launch, ranks, threads) = started[0]
+    assert (module, ranks, threads) == ("lightning_cp.cli.bench.attention.worker", 2, 1)
+    assert launch.first
+    assert launch.settings.kv_heads == launch.settings.heads == 2
+    assert launch.settings.dtypes == ("fp32", "bf16")
+    assert launch.settings.exchanges == ("allgather", "direct", "ring")

@@ -156,7 +156,7 @@ class Report:
         """What was measured, in one line."""
         chosen = self.settings
         parts = [
-            f"attention of {chosen.seqlen:,} tokens on {chosen.world} processes",
+            f"attention: seqlen {chosen.seqlen:,}, world {chosen.world}",
             f"{chosen.heads} heads of {chosen.head_dim}",
             chosen.layout,
         ]
