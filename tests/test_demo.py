@@ -164,7 +164,7 @@ def test_version(capfd):
 
 
 def test_missing_matplotlib_is_said_before_training(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(["demo", "--out", str(tmp_path / "new")]) == FAILED
     printed = capfd.readouterr()
     assert printed.err.count("\n") == 1

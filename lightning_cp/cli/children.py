@@ -1,6 +1,9 @@
 """Processes that a command starts: their environment and their threads."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 OF_A_LAUNCHER = (
     "LOCAL_RANK",
@@ -42,6 +45,29 @@ def child_environment(threads: int) -> dict[str, str]:
             "OMP_WAIT_POLICY": "PASSIVE",
         }
     )
+
+
+def run_ranks(module: str, job: Path, ranks: int, *, threads: int) -> list[int]:
+    """Run a program once per rank, as `python -m MODULE JOB RANK`, all at the same time.
+
+    Args:
+        module: the program.
+        job: the file that tells it what to do.
+        ranks: number of processes.
+        threads: threads of each.
+
+    Returns:
+        The exit codes, in rank order. No process is left behind, whatever happens.
+    """
+    environment = child_environment(threads)
+    command = [sys.executable, "-m", module, str(job)]
+    children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks)]
+    try:
+        return [child.wait() for child in children]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def _cores() -> int:

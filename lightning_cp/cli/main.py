@@ -2,12 +2,14 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 from typing_extensions import override
 
 from lightning_cp import __version__
+from lightning_cp.cli.bench import group as bench
+from lightning_cp.cli.commands import Command, add_commands
 from lightning_cp.cli.demo import command as demo
 from lightning_cp.cli.verify import command as verify
 from lightning_cp.errors import ContextParallelError, VerificationError
@@ -18,15 +20,8 @@ INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
 
-class Command(NamedTuple):
-    """A subcommand: its summary, what adds its options, and what runs it."""
-
-    summary: str
-    add_options: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[argparse.Namespace], None]
-
-
 COMMANDS = {
+    "bench": Command(bench.SUMMARY, bench.add_options, bench.run),
     "demo": Command(demo.SUMMARY, demo.add_options, demo.run),
     "verify": Command(verify.SUMMARY, verify.add_options, verify.run),
 }
@@ -70,16 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="lightning-cp", description="Context parallelism for PyTorch Lightning.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, command in COMMANDS.items():
-        command.add_options(
-            commands.add_parser(
-                name,
-                help=command.summary,
-                description=f"{command.summary[:1].upper()}{command.summary[1:]}.",
-                formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-            )
-        )
+    add_commands(parser, COMMANDS, dest="command")
     return parser
 
 

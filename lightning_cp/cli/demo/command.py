@@ -1,8 +1,6 @@
 """`lightning-cp demo`, the user's side: options, the two runs as child processes, the report."""
 
 import argparse
-import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -15,6 +13,7 @@ from lightning_cp.cli.children import child_environment, single_threads, threads
 from lightning_cp.cli.demo.data import Windows, source_text
 from lightning_cp.cli.demo.job import Job, RankResult
 from lightning_cp.cli.demo.report import Report
+from lightning_cp.cli.outputs import matplotlib_for, writable_folder
 from lightning_cp.errors import ConfigError, ContextParallelError
 
 SUMMARY = "train a small GPT on a group of processes and on one, and compare the two"
@@ -79,20 +78,8 @@ def checked(args: argparse.Namespace) -> Options:
     for name, value in zip(("--devices", "--max-steps", "--seqlen"), options[:3], strict=True):
         if value < 1:
             raise ConfigError(f"{name} {value} is less than 1; choose 1 or more, or leave it out")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError(
-            "demo.png is drawn with matplotlib, which is not installed; "
-            "pip install 'lightning-cp[plot]'"
-        )
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"--out {options.out} is no folder and cannot become one ({error.strerror}); "
-            f"choose a folder that can be written"
-        ) from error
-    if not os.access(options.out, os.W_OK):
-        raise ConfigError(f"--out {options.out} cannot be written; choose a folder that can be")
+    matplotlib_for("demo.png")
+    writable_folder(options.out, option="--out")
     return options
 
 

@@ -2,12 +2,10 @@
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
-from lightning_cp.cli.children import child_environment, threads_each
+from lightning_cp.cli.children import run_ranks, threads_each
 from lightning_cp.cli.verify.job import Job
 from lightning_cp.cli.verify.settings import Settings
 from lightning_cp.config import CHOICES
@@ -89,7 +87,12 @@ def run(args: argparse.Namespace) -> None:
             result=str(Path(work) / "result.json"),
         )
         job.save(Path(work) / "job.json")
-        codes = _run_ranks(Path(work) / "job.json", ranks)
+        codes = run_ranks(
+            "lightning_cp.cli.verify.worker",
+            Path(work) / "job.json",
+            ranks,
+            threads=threads_each(ranks),
+        )
         result = Path(job.result)
         if set(codes) - {0, DIFFERENT} or not result.exists():
             raise ContextParallelError(
@@ -150,15 +153,3 @@ def _dims(given: list[str]) -> dict[str, int]:
             )
         found[name] = int(dim)
     return found
-
-
-def _run_ranks(job: Path, ranks: int) -> list[int]:
-    environment = child_environment(threads_each(ranks))
-    command = [sys.executable, "-m", "lightning_cp.cli.verify.worker", str(job)]
-    children = [subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks)]
-    try:
-        return [child.wait() for child in children]
-    finally:
-        for child in children:
-            child.kill()
-            child.wait()

@@ -1,0 +1,1 @@
+"""`lightning-cp bench attention`: distributed attention against the bare kernel calls of a rank."""

@@ -1,0 +1,26 @@
+"""`lightning-cp bench`: one benchmark per entry of `BENCHMARKS`."""
+
+import argparse
+
+from lightning_cp.cli.bench.attention import command as attention
+from lightning_cp.cli.commands import Command, add_commands
+
+SUMMARY = "measure on this machine"
+
+BENCHMARKS = {
+    "attention": Command(attention.SUMMARY, attention.add_options, attention.run),
+}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the benchmarks as subcommands."""
+    add_commands(parser, BENCHMARKS, dest="benchmark")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run one benchmark.
+
+    Raises:
+        ContextParallelError: if it could not do what it was asked for.
+    """
+    BENCHMARKS[args.benchmark].run(args)

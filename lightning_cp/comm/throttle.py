@@ -1,0 +1,130 @@
+"""Links for benchmarks: one as slow as asked for, and one that never works in the background.
+
+[Note: an emulated link] Real messages travel at once over the link inside. Each is followed by a
+tiny one that says when its last byte would have left its sender at the asked rate; both sides wait
+until then, asleep. The clock is `time.monotonic`, which all processes of one Linux machine share.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_cp.comm.p2p import Link, Message, Waiting
+from lightning_cp.errors import ConfigError
+
+PROBE_BYTES = 8 * 2**20
+"""Size of a message by which a link measures its own rate."""
+
+
+class ThrottledLink:
+    """A full-duplex link of one rate out of every rank; see [Note: an emulated link].
+
+    A token bucket without burst: a message leaves after all that were posted before it, keys,
+    values and gradients alike, to whichever peer. What arrives at a rank from several peers at
+    once is not limited further, and latency is that of the link inside.
+
+    Args:
+        link: what really carries the messages, faster than `gbit_per_second`; its tensors are on
+            the CPU.
+        gbit_per_second: rate in 1e9 bits per second.
+
+    Raises:
+        ConfigError: if the rate is not above 0.
+    """
+
+    def __init__(self, link: Link, gbit_per_second: float) -> None:
+        if not gbit_per_second > 0:
+            raise ConfigError(
+                f"a link of {gbit_per_second} Gbit/s carries nothing; choose a rate above 0"
+            )
+        self._link = link
+        self._bytes_per_second = gbit_per_second * 1e9 / 8
+        self._free = 0.0
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+        """See `lightning_cp.comm.p2p.exchange`."""
+        left = [self._leave(buffer) for _, buffer in sends]
+        due = [torch.empty(1, dtype=torch.float64) for _ in receives]
+        pending = self._link.exchange(_interleaved(sends, left), _interleaved(receives, due))
+        return _Paced(pending, [*left, *due])
+
+    def _leave(self, buffer: Tensor) -> Tensor:
+        """When the last byte of a message leaves that is posted now: float64 `[1]`, seconds."""
+        self._free = max(time.monotonic(), self._free) + buffer.nbytes / self._bytes_per_second
+        return torch.tensor([self._free], dtype=torch.float64)
+
+
+class _Paced:
+    """Messages in flight until the last of them is due."""
+
+    def __init__(self, pending: Waiting, due: Sequence[Tensor]) -> None:
+        self._pending, self._due = pending, due
+
+    def wait(self) -> None:
+        """Wait for every message, then sleep until it is due."""
+        self._pending.wait()
+        remaining = max(map(float, self._due), default=0.0) - time.monotonic()
+        if remaining > 0:
+            time.sleep(remaining)
+
+
+class BlockingLink:
+    """Posts messages when they are waited for, so that none travels while a rank computes.
+
+    What an exchange costs without overlap, for any executor. Peers must wait for their messages in
+    one order, as the rounds of a plan do; buffers are as many as with overlap.
+
+    Args:
+        link: what carries the messages.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+        """See `lightning_cp.comm.p2p.exchange`."""
+        return _Deferred(self._link, sends, receives)
+
+
+class _Deferred:
+    """Messages that nobody has posted yet."""
+
+    def __init__(self, link: Link, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._link, self._sends, self._receives = link, sends, receives
+
+    def wait(self) -> None:
+        """Post every message and wait for it."""
+        self._link.exchange(self._sends, self._receives).wait()
+        self._sends, self._receives = (), ()
+
+
+def measured_rate(
+    link: Link, *, rank: int, world: int, size: int = PROBE_BYTES, messages: int = 4
+) -> float:
+    """Rate of a link in Gbit/s, while every rank sends to the next and receives from the last.
+
+    Args:
+        link: what carries the messages; every rank calls.
+        rank: rank within the group.
+        world: ranks of the group, at least 2.
+        size: bytes of a message.
+        messages: number of messages, posted one after another and waited for together.
+    """
+    after, before = (rank + 1) % world, (rank - 1) % world
+    signal, answer = torch.zeros(1), torch.zeros(1)
+    link.exchange([(after, signal)], [(before, answer)]).wait()
+    sent = torch.zeros(size, dtype=torch.uint8)
+    received = [torch.empty_like(sent) for _ in range(messages)]
+    start = time.monotonic()
+    pending = [link.exchange([(after, sent)], [(before, buffer)]) for buffer in received]
+    for waiting in pending:
+        waiting.wait()
+    return 8 * size * messages / (time.monotonic() - start) / 1e9
+
+
+def _interleaved(messages: Sequence[Message], extra: Iterable[Tensor]) -> list[Message]:
+    """Every message, followed by the one that belongs to it."""
+    pairs = zip(messages, extra, strict=True)
+    return [part for message, more in pairs for part in (message, (message[0], more))]
