@@ -138,6 +138,7 @@ class ContextParallel:
             sequences={"sequence": part.sequence},
             exchange="direct" if self.config.exchange == "auto" else self.config.exchange,
             kernel=self.config.attention_backend,
+            overlap=self.config.overlap,
             compare_calls=step < WATCHED,
             module=weakref.ref(module) if module is not None else None,
         )

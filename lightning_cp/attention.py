@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
-from lightning_cp.comm.p2p import GroupLink
+from lightning_cp.comm.p2p import GroupLink, Link
+from lightning_cp.comm.throttle import BlockingLink
 from lightning_cp.context import SLOT, CallLog, Context, Sequence
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
@@ -88,7 +89,7 @@ def forward_implementation(
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal, window)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan
-    link = GroupLink(context.group)
+    link = _link(context)
     out, lse = executor.run(executor.forward(plan, kernel, q, k, v, scale=scale, link=link))
     return out, lse, torch.tensor(handle)
 
@@ -107,7 +108,7 @@ def backward_implementation(
     context, plan = SLOT.bound(int(handle))
     assert plan is not None  # invariant: attention handles always carry a plan
     kernel, saved = resolve(context.kernel, q, v), Saved(q, out, lse, grad)
-    link = GroupLink(context.group)
+    link = _link(context)
     return executor.run(executor.backward(plan, kernel, saved, k, v, scale=scale, link=link))
 
 
@@ -142,6 +143,11 @@ def _alone(q: Tensor, k: Tensor) -> Context:
         exchange="ring",
         log=CallLog(),
     )
+
+
+def _link(context: Context) -> Link:
+    link = GroupLink(context.group)
+    return link if context.overlap else BlockingLink(link)
 
 
 def _limit(side: int) -> int | None:

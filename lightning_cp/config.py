@@ -29,6 +29,8 @@ class Config:
         exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
             "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.
+        overlap: messages travel while tiles are computed; False, for comparison, posts them when
+            they are due.
         attention_backend: kernel of a tile: "sdpa", "reference", or "auto".
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
@@ -51,6 +53,7 @@ class Config:
 
     layout: str = "auto"
     exchange: str | AllGather | Direct | Ring = "auto"
+    overlap: bool = True
     attention_backend: str = "auto"
     documents: str = "auto"
     loss: str = "auto"
@@ -73,6 +76,8 @@ class Config:
                 f"zero_stage={self.zero_stage!r}: use 0 (every rank holds all parameters) or 3 "
                 f"(every rank holds a part of each); 1 and 2 are not available yet"
             )
+        if not isinstance(self.overlap, bool):
+            raise ConfigError(f"overlap={self.overlap!r} must be True or False")
         multiple = self.pad_to_multiple_of
         if multiple is not None and not (_is_integer(multiple) and multiple > 0):
             raise ConfigError(

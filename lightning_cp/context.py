@@ -91,6 +91,7 @@ class Context:
         sequences: the named sequences of the batch.
         exchange: name of the schedule, or one with options.
         kernel: name of the kernel, or "auto".
+        overlap: let messages travel while tiles are computed.
         compare_calls: compare every attention call's signature over the group before its first
             transfer (the first micro-steps of a stage).
         module: weak reference to the root module, for names in messages.
@@ -104,6 +105,7 @@ class Context:
     sequences: Mapping[str, Sequence]
     exchange: str | Schedule
     kernel: str = "auto"
+    overlap: bool = True
     compare_calls: bool = False
     module: "weakref.ref[torch.nn.Module] | None" = None
     log: CallLog = field(default_factory=CallLog)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from lightning_cp.plan.rounds import Round, Tile, Transfer
 
-
 CHUNK = 2**19
 """Elements of an output that are merged at a time, which bounds the temporary memory."""
 

@@ -64,6 +64,8 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
             of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or
             "auto": direct. `lightning_cp.plan.Direct`, `Ring` and `AllGather` take options.
+        overlap: messages travel while tiles are computed; False, for comparison, posts them when
+            they are due.
         attention_backend: what computes a tile: "sdpa" (torch's fused kernels), "reference" (plain
             maths, quadratic memory), or "auto": sdpa.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
@@ -123,6 +125,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         | AllGather
         | Direct
         | Ring = "auto",
+        overlap: bool = True,
         attention_backend: Literal["auto", "reference", "sdpa"] = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
@@ -142,6 +145,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         self._config = Config(
             layout=layout,
             exchange=exchange,
+            overlap=overlap,
             attention_backend=attention_backend,
             documents=documents,
             loss=loss,

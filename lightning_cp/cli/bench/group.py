@@ -3,12 +3,14 @@
 import argparse
 
 from lightning_cp.cli.bench.attention import command as attention
+from lightning_cp.cli.bench.fuzz import command as fuzz
 from lightning_cp.cli.commands import Command, add_commands
 
 SUMMARY = "measure on this machine"
 
 BENCHMARKS = {
     "attention": Command(attention.SUMMARY, attention.add_options, attention.run),
+    "fuzz": Command(fuzz.SUMMARY, fuzz.add_options, fuzz.run),
 }
 
 

@@ -1,0 +1,1 @@
+"""`lightning-cp bench fuzz`: random attention calls against plain maths."""

@@ -1,0 +1,137 @@
+"""Random attention calls of a group: lengths, documents, padding, windows, layouts, exchanges."""
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+from lightning_cp.layout import LAYOUTS, Layout
+from lightning_cp.mask import Documents, Mask, Window
+from lightning_cp.plan import SCHEDULES
+from lightning_cp.spans import Span
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One attention call of a group of ranks, forward and backward.
+
+    Attributes:
+        number: which of the cases of a seed.
+        mask: who sees whom.
+        layouts: who holds which queries, and which keys; positions past the mask are dummies.
+        exchange: name of the exchange.
+        head_chunks: into how many groups the heads are cut.
+        kernel: name of the kernel.
+        dtype: name of the dtype.
+        heads: query heads and key heads.
+        dims: size of a key and of a value.
+        batch: rows.
+    """
+
+    number: int
+    mask: Mask
+    layouts: tuple[Layout, Layout]
+    exchange: str
+    head_chunks: int
+    kernel: str
+    dtype: str
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    batch: int
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.layouts[0].world
+
+
+def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
+    """The case of a number, always the same for a seed.
+
+    Args:
+        number: which case.
+        seed: of all cases.
+        most_tokens: greatest length.
+        most_ranks: greatest number of ranks.
+    """
+    dice = random.Random(f"{seed}/{number}")
+    world, batch = dice.randint(1, most_ranks), dice.choice((1, 1, 2, 3))
+    length = dice.choice((1, 2, 3, dice.randint(1, most_tokens), dice.randint(1, most_tokens)))
+    crossed = dice.random() < 0.15
+    kv_length = dice.randint(1, most_tokens) if crossed else length
+    mask = Mask(
+        length,
+        kv_length,
+        dice.random() < 0.6,
+        None if crossed else _documents(dice, length, batch),
+        _keys(dice, kv_length, batch),
+        _window(dice, length),
+    )
+    q_layout = _layout(dice, length + dice.choice((0, 0, 3)), world)
+    kernel = dice.choice(("sdpa", "sdpa", "reference"))
+    head_dim, kv_heads = dice.choice((3, 4, 8, 16)), dice.choice((1, 2, 3, 4))
+    return Case(
+        number=number,
+        mask=mask,
+        layouts=(
+            q_layout,
+            _layout(dice, kv_length + dice.choice((0, 3)), world) if crossed else q_layout,
+        ),
+        exchange=dice.choice(sorted(SCHEDULES)),
+        head_chunks=dice.randint(1, 4),
+        kernel=kernel,
+        dtype=dice.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
+        heads=(kv_heads * dice.choice((1, 1, 2, 4)), kv_heads),
+        dims=(head_dim, dice.choice((head_dim, 5)) if kernel == "reference" else head_dim),
+        batch=batch,
+    )
+
+
+def _edges(dice: random.Random, length: int) -> tuple[int, ...]:
+    inner = sorted(dice.randint(0, length) for _ in range(dice.randint(0, 6)))
+    return (0, *inner, length)
+
+
+def _documents(dice: random.Random, length: int, batch: int) -> Documents | None:
+    kind = dice.choice(("none", "shared", "shared", "per row"))
+    if kind == "none":
+        return None
+    if kind == "shared":
+        return _edges(dice, length)
+    return tuple(_edges(dice, length) for _ in range(batch))
+
+
+def _keys(dice: random.Random, length: int, batch: int) -> tuple[Span, ...] | None:
+    if dice.random() < 0.6:
+        return None
+    ends = [sorted((dice.randint(0, length), dice.randint(0, length))) for _ in range(batch)]
+    return tuple((start, stop) for start, stop in ends)
+
+
+def _window(dice: random.Random, length: int) -> Window | None:
+    if dice.random() < 0.6:
+        return None
+    sides = [dice.choice((None, 0, 1, dice.randint(0, length))) for _ in range(2)]
+    return sides[0], sides[1]
+
+
+def _layout(dice: random.Random, length: int, world: int) -> Layout:
+    """A named layout, or random spans dealt to random ranks."""
+    kind = dice.choice((*sorted(LAYOUTS), "dealt"))
+    if kind != "dealt":
+        return LAYOUTS[kind](length, world)
+    edges = sorted({0, length} | {dice.randint(0, length) for _ in range(8)})
+    spans = list(pairwise(edges))
+    dice.shuffle(spans)
+    held: list[list[Span]] = [[] for _ in range(world)]
+    for span in spans:
+        dice.choice(held).append(span)
+    return Layout(length, tuple(map(tuple, held)))

@@ -1,0 +1,187 @@
+"""One random call: every rank in turn in this process, against plain maths in double.
+
+Legend: B batch, H query heads, Hk key heads, S positions, D head size.
+"""
+
+import math
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_cp.cli.bench.fuzz.cases import DTYPES, Case
+from lightning_cp.comm.mailbox import Mailboxes
+from lightning_cp.exchange import executor
+from lightning_cp.kernels import KERNELS
+from lightning_cp.kernels.base import Saved
+from lightning_cp.layout import Layout, contiguous
+from lightning_cp.mask import Mask
+from lightning_cp.plan import SCHEDULES, build_plan
+
+EXACT = 1e-11
+"""Largest error in double."""
+
+RATIO = 2.0
+"""Largest error over that of the same call on one rank, in other dtypes."""
+
+
+class Results(NamedTuple):
+    """Output `[B, H, S, D]` and gradients in the shapes of q, k and v."""
+
+    out: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+
+
+def check(case: Case) -> str | None:
+    """What is wrong with the results of a case, or None.
+
+    Returns:
+        A sentence with the tensor, its error and the bound.
+    """
+    whole = _inputs(case)
+    try:
+        found = run(case, whole)
+    except Exception as error:  # any error of a valid call is a finding
+        return f"{type(error).__name__}: {error}"
+    exact = plain(case, [x.double() for x in whole])
+    alone = run(replace(case, layouts=_alone(case)), whole) if case.dtype != "fp64" else exact
+    for name, got, truth, single in zip(Results._fields, found, exact, alone, strict=True):
+        bound = EXACT
+        if case.dtype != "fp64":
+            bound = RATIO * max(_error(single, truth), _rounding(got, truth, whole))
+        wrong = _error(got, truth)
+        if not wrong <= bound:
+            return f"the error of {name} is {wrong:.3g}, more than {bound:.3g}"
+    return None
+
+
+def _alone(case: Case) -> tuple[Layout, Layout]:
+    """The layouts of one rank that holds everything."""
+    q_layout, kv_layout = (contiguous(layout.length, 1) for layout in case.layouts)
+    return q_layout, kv_layout
+
+
+def _rounding(found: Tensor, exact: Tensor, whole: list[Tensor]) -> float:
+    """What rounding explains: a unit of the largest result, and float units of the terms.
+
+    The terms of a gradient are products of the largest elements of three tensors, and may cancel.
+    """
+    terms = math.sqrt(whole[0].shape[-1]) * max(_largest(x) for x in whole) ** 3
+    unit = torch.finfo(found.dtype).eps
+    return unit * _largest(exact) + torch.finfo(torch.float32).eps * terms
+
+
+def run(case: Case, whole: list[Tensor]) -> Results:
+    """The call as the ranks of a group make it, one after the other, put together again."""
+    q_layout, kv_layout = case.layouts
+    schedule = SCHEDULES[case.exchange](head_chunks=case.head_chunks)
+    kernel, boxes = KERNELS[case.kernel], Mailboxes()
+    scale = case.dims[0] ** -0.5
+    cut = [
+        [layout.shard(x, rank=rank, dim=2) for x, layout in zip(whole, _layouts(case), strict=True)]
+        for rank in range(case.world)
+    ]
+    plans = [
+        build_plan(q_layout, kv_layout, case.mask, rank=rank, exchange=schedule)
+        for rank in range(case.world)
+    ]
+    outs = executor.together(
+        [
+            executor.forward(plan, kernel, q, k, v, scale=scale, link=boxes.link(plan.rank))
+            for plan, (q, k, v, _) in zip(plans, cut, strict=True)
+        ]
+    )
+    grads = executor.together(
+        [
+            executor.backward(
+                plan,
+                kernel,
+                Saved(q, out, lse, grad),
+                k,
+                v,
+                scale=scale,
+                link=boxes.link(plan.rank),
+            )
+            for plan, (q, k, v, grad), (out, lse) in zip(plans, cut, outs, strict=True)
+        ]
+    )
+    if not boxes.empty:
+        raise AssertionError("a message was sent that nobody waited for")
+    parts = zip(*((out, *three) for (out, _), three in zip(outs, grads, strict=True)), strict=True)
+    layouts = (q_layout, q_layout, kv_layout, kv_layout)
+    return Results(
+        *(layout.unshard(list(part), dim=2) for layout, part in zip(layouts, parts, strict=True))
+    )
+
+
+def plain(case: Case, whole: list[Tensor]) -> Results:
+    """Softmax attention over all pairs, and its gradients by torch's own differentiation."""
+    q, k, v = inputs = [x.detach().requires_grad_() for x in whole[:3]]
+    ratio = case.heads[0] // case.heads[1]
+    seen = visible(case)
+    scores = q @ k.repeat_interleave(ratio, 1).mT * case.dims[0] ** -0.5
+    # A row that sees nothing gets any finite scores, and then weight 0.
+    weights = scores.masked_fill(~seen, -1e4).softmax(-1) * seen
+    out = weights @ v.repeat_interleave(ratio, 1)
+    grads = torch.autograd.grad(out, inputs, whole[3])
+    return Results(out.detach(), *grads)
+
+
+def visible(case: Case) -> Tensor:
+    """The definition of the mask, pair by pair: bool `[B, 1, S, S]`, dummies included."""
+    q_size, kv_size = (layout.length for layout in case.layouts)
+    i, j = torch.arange(q_size)[:, None], torch.arange(kv_size)[None, :]
+    mask = case.mask
+    seen = (i < mask.q_length) & (j < mask.kv_length)
+    if mask.is_causal:
+        seen &= j <= i
+    before, after = mask.window or (None, None)
+    if before is not None:
+        seen &= j >= i - before
+    if after is not None:
+        seen &= j <= i + after
+    rows = [seen & _of_row(mask, row, i, j) for row in range(case.batch)]
+    return torch.stack(rows).unsqueeze(1)
+
+
+def _of_row(mask: Mask, row: int, i: Tensor, j: Tensor) -> Tensor:
+    found = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool)
+    if mask.documents is not None:
+        edges = torch.tensor(mask.edges(row))
+        found &= torch.bucketize(i, edges, right=True) == torch.bucketize(j, edges, right=True)
+    if mask.keys:
+        start, stop = mask.keys[row]
+        found &= (start <= j) & (j < stop)
+    return found
+
+
+def _inputs(case: Case) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(case.number)
+    (heads, kv_heads), (head_dim, value_dim) = case.heads, case.dims
+    q_size, kv_size = (layout.length for layout in case.layouts)
+    shapes = (
+        (case.batch, heads, q_size, head_dim),
+        (case.batch, kv_heads, kv_size, head_dim),
+        (case.batch, kv_heads, kv_size, value_dim),
+        (case.batch, heads, q_size, value_dim),
+    )
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(DTYPES[case.dtype])
+        for shape in shapes
+    ]
+
+
+def _layouts(case: Case) -> tuple[Layout, ...]:
+    q_layout, kv_layout = case.layouts
+    return q_layout, kv_layout, kv_layout, q_layout
+
+
+def _error(found: Tensor, exact: Tensor) -> float:
+    return float((found.double() - exact).abs().max()) if exact.numel() else 0.0
+
+
+def _largest(exact: Tensor) -> float:
+    return float(exact.abs().max()) if exact.numel() else 0.0
