@@ -61,8 +61,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             or "auto": zigzag, and contiguous once a step made no causal call.
         exchange: how keys and values travel: "ring" (memory of two shards), "allgather" (memory of
             the whole sequence, fewer and larger tiles), or "auto": ring.
-        attention_backend: what computes a tile: "sdpa" (torch's fused kernels), "reference" (plain
-            maths, quadratic memory), or "auto": sdpa.
+        attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
+            fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
+            of these two or "cudnn" by name, "reference" (plain maths, quadratic memory), or
+            "auto": sdpa.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -117,7 +119,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         zero_stage: int = 0,
         layout: Literal["auto", "contiguous", "zigzag"] = "auto",
         exchange: Literal["auto", "allgather", "ring"] = "auto",
-        attention_backend: Literal["auto", "reference", "sdpa"] = "auto",
+        attention_backend: Literal[
+            "auto", "cudnn", "efficient", "flash", "reference", "sdpa"
+        ] = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
         sequence_dims: dict[str, int | None] | None = None,

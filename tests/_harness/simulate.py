@@ -191,6 +191,11 @@ def dense(mask: Mask, shape: tuple[int, int, int]) -> Bools:
     seen = (q < mask.q_length) & (k < mask.kv_length)
     if mask.is_causal:
         seen &= q >= k
+    before, after = mask.window or (None, None)
+    if before is not None:
+        seen &= k >= q - before
+    if after is not None:
+        seen &= k <= q + after
     found = np.stack([seen] * shape[0])
     for row in range(shape[0]):
         edges = mask.documents or ()
