@@ -16,7 +16,6 @@ from tests._harness import oracle
 from tests._harness.cases import LAYOUT_MAKERS
 from tests._harness.tolerance import assert_as_accurate
 
-
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """Whole q, k, v and the gradient of the output."""
 
