@@ -10,7 +10,7 @@ from lightning_cp.plan import AllGather, Direct, Ring
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "contiguous", "zigzag"),
     "exchange": ("auto", "allgather", "direct", "ring"),
-    "attention_backend": ("auto", "reference", "sdpa"),
+    "attention_backend": ("auto", "cudnn", "efficient", "flash", "reference", "sdpa"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
     "loss": ("auto", "token_mean"),
@@ -31,7 +31,9 @@ class Config:
             "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
-        attention_backend: kernel of a tile: "sdpa", "reference", or "auto".
+        attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
+            (that for CPUs, "flash", "efficient"); one of these or "cudnn" by name; "reference";
+            or "auto", which is "sdpa".
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests._harness import cuda_ops
 from tests._harness.pool import Pool
 
 
@@ -16,3 +17,10 @@ def pool() -> Iterator[Pool]:
         ranks = Pool()
         yield ranks
         ranks.end()
+
+
+@pytest.fixture
+def cuda_operators() -> Iterator[list[cuda_ops.Call]]:
+    """Torch's CUDA attention operators take CPU tensors; the calls that they got."""
+    with cuda_ops.on_cpu() as calls:
+        yield calls

@@ -22,7 +22,7 @@ from lightning_cp.kernels.sdpa import SMALL
 from lightning_cp.layout import contiguous
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Tile
-from tests._harness import oracle
+from tests._harness import oracle, turns
 from tests._harness.cases import DTYPES
 from tests._harness.tolerance import assert_as_accurate
 
@@ -40,28 +40,12 @@ def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Te
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def run_tile(name: str, tile: Tile, tensors: list[Tensor], scale: float) -> oracle.Answer:
-    """One tile as the executor runs it: split, merged, and differentiated with the global LSE."""
-    kernel, (q, k, v, grad) = KERNELS[name], tensors
-    dtype = state_dtype(q.dtype)
-    out = torch.zeros(grad.shape, dtype=dtype)
-    lse = torch.full(q.shape[:3], INFINITE, dtype=dtype)
-    for part in kernel.forward([tile], q, k, v, scale=scale):
-        a, b = part.tile.q
-        merge_(out[:, :, a:b], lse[:, :, a:b], part.out, part.lse)
-    out = out.to(q.dtype)
-    sums = [torch.zeros(x.shape, dtype=dtype) for x in (q, k, v)]
-    for part, *grads in kernel.backward([tile], Saved(q, out, lse, grad), k, v, scale=scale):
-        for total, (low, high), x in zip(sums, (part.q, part.k, part.k), grads, strict=True):
-            total[:, :, low:high] += x
-    return oracle.Answer(out, lse, *(x.to(q.dtype) for x in sums))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("strides", STRIDES)
 @pytest.mark.parametrize(("q_size", "k_size"), [(1, 1), (1, 9), (5, 5), (4, 11), (7, 8), (20, 3)])
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.usefixtures("cuda_operators")
 def test_tile(causal: bool, q_size: int, k_size: int, strides: str, name: str, dtype: str) -> None:
     if causal and q_size > k_size:
         q_size, k_size = k_size, q_size
@@ -72,7 +56,7 @@ def test_tile(causal: bool, q_size: int, k_size: int, strides: str, name: str, d
         for seed, shape in enumerate(shapes)
     )
     tile = Tile((0, q_size), (0, k_size), causal)
-    found = run_tile(name, tile, [q, k, v, grad], scale)
+    found = turns.run_tile(KERNELS[name], tile, (q, k, v, grad), scale)
     # Queries at the end of a square causal mask, or a full rectangle.
     before = [F.pad(x, (0, 0, k_size - q_size, 0)) for x in (q, grad)] if causal else [q, grad]
     mask = Mask(k_size, k_size) if causal else Mask.full(q_size, k_size)
@@ -86,7 +70,7 @@ def test_tile(causal: bool, q_size: int, k_size: int, strides: str, name: str, d
         assert_as_accurate(got, truth, plain, where=item, part=own)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", ["cudnn", "efficient", "reference", "sdpa"])
 def test_split_covers_a_tile_once(name: str) -> None:
     kernel = KERNELS[name]
     for tile in (
@@ -107,9 +91,10 @@ def test_split_covers_a_tile_once(name: str) -> None:
         assert torch.equal(seen, expected)
 
 
-def test_split_for_the_flash_kernel_makes_square_causal_blocks() -> None:
-    parts = KERNELS["sdpa"].split(Tile((0, 4), (0, 10), True))
-    assert parts == (Tile((0, 4), (0, 6), False), Tile((0, 4), (6, 10), True))
+def test_split_makes_square_causal_blocks() -> None:
+    for name in ("cudnn", "efficient", "sdpa"):
+        parts = KERNELS[name].split(Tile((0, 4), (0, 10), True))
+        assert parts == (Tile((0, 4), (0, 6), False), Tile((0, 4), (6, 10), True))
     assert KERNELS["reference"].split(Tile((0, 4), (0, 10), True)) == (Tile((0, 4), (0, 10), True),)
 
 
@@ -117,7 +102,7 @@ def test_split_for_the_flash_kernel_makes_square_causal_blocks() -> None:
 def test_half_precision_backward_is_computed_in_float_where_small(size: int) -> None:
     """Around the bound both ways are as accurate as the fused kernel on its own."""
     q, k, v, grad = (random(1, 1, size, 8, dtype=torch.bfloat16, seed=i) for i in range(4))
-    found = run_tile("sdpa", Tile((0, size), (0, size), True), [q, k, v, grad], 0.3)
+    found = turns.run_tile(KERNELS["sdpa"], Tile((0, size), (0, size), True), (q, k, v, grad), 0.3)
     answer = oracle.attention(q, k, v, grad, Mask.causal(size), scale=0.3)
     baseline = oracle.single_device(q, k, v, grad, Mask.causal(size), scale=0.3)
     names = oracle.Answer._fields

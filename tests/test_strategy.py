@@ -96,7 +96,7 @@ def test_options_arrive():
     [
         ("layout", "spiral", r"layout='spiral' is unknown; use one of auto, contiguous, zigzag"),
         ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
-        ("attention_backend", "magic", r"attention_backend='magic' .* auto, reference, sdpa"),
+        ("attention_backend", "magic", r"use one of auto, cudnn, efficient, flash, .*sdpa"),
         ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),
         ("pad_to_multiple_of", True, r"pad_to_multiple_of=True must be a positive integer"),

@@ -1,4 +1,22 @@
-"""Point-to-point exchange of packed buffers: one batch per round and direction."""
+"""Point-to-point exchange of packed buffers: one batch per round and direction.
+
+[Note: streams and buffers] On CUDA everything here is queued and nothing waits for the device.
+`exchange` records where the current stream is; the communication stream of NCCL starts the messages
+once that point is reached, so packing copies that were queued before are done, and tiles that are
+queued after run beside the messages. `Pending.wait` makes the current stream wait for the end of
+the messages, and returns at once: kernels that are queued after it see what arrived. A call posts
+and waits on one stream.
+
+The caching allocator hands memory that is freed to later work of the stream it was allocated on,
+whatever other streams still do with it. So `Pending` holds sent and received buffers until `wait`
+has put the end of the messages before all later work of the current stream; from then on a buffer
+may be freed like any other, without `record_stream`, which would keep memory until the allocator
+happens to look. Buffers are allocated on the stream that posts them.
+
+A round is posted before the tiles of the round before it are queued, so its packing copies wait for
+no tile of theirs; a stream of its own for packing could start them earlier only than the tiles of
+two rounds before, and would need a second bound on memory. There is none.
+"""
 
 from collections.abc import Sequence
 from typing import Any, Protocol

@@ -1,6 +1,6 @@
-"""Kernels: attention over one tile, forward and backward, and the merge of partial results.
+"""Kernels: attention over tiles, forward and backward, and the merge of partial results.
 
-`KERNELS` names them. A kernel computes on one (query rows, key rows) block and knows nothing of
+`KERNELS` names them. A kernel computes (query rows, key rows) of one buffer and knows nothing of
 ranks; `resolve` picks one for the tensors of a call.
 """
 
@@ -8,25 +8,40 @@ from torch import Tensor
 
 from lightning_cp.errors import RefusedError
 from lightning_cp.kernels.base import Kernel
+from lightning_cp.kernels.flash import Flash
+from lightning_cp.kernels.fused import Cudnn, Efficient
 from lightning_cp.kernels.reference import Reference
 from lightning_cp.kernels.sdpa import Sdpa
 
-KERNELS: dict[str, Kernel] = {"reference": Reference(), "sdpa": Sdpa()}
+KERNELS: dict[str, Kernel] = {
+    "cudnn": Cudnn(),
+    "efficient": Efficient(),
+    "flash": Flash(),
+    "reference": Reference(),
+    "sdpa": Sdpa(),
+}
+"""By name; "sdpa" is torch's kernel for CPUs, and as an option the first of `FAMILY` that fits."""
 
-__all__ = ["KERNELS", "Kernel", "resolve"]
+FAMILY = ("sdpa", "flash", "efficient")
+"""Torch's fused kernels, in the order in which they are tried: CPU, CUDA in half precision, CUDA
+in float."""
+
+__all__ = ["FAMILY", "KERNELS", "Kernel", "resolve"]
 
 
 def resolve(name: str, q: Tensor, v: Tensor) -> Kernel:
-    """The kernel for a call: the named one, or with "auto" the fastest that supports it.
+    """The kernel for a call: the named one; of "auto" and "sdpa" the first fused one that fits.
 
     Raises:
-        RefusedError: if the named kernel, or with "auto" every fast kernel, lacks a capability.
+        RefusedError: if the named kernel, or every fast kernel, lacks a capability.
     """
-    chosen = "sdpa" if name == "auto" else name
-    reason = KERNELS[chosen].rejects(q, v)
-    if reason:
-        raise RefusedError(
-            f"attention_backend={name!r}: the {chosen} kernel {reason}; "
-            f"attention_backend='reference' computes anything, with memory quadratic in the length"
-        )
-    return KERNELS[chosen]
+    reasons = []
+    for candidate in FAMILY if name in ("auto", "sdpa") else (name,):
+        reason = KERNELS[candidate].rejects(q, v)
+        if reason is None:
+            return KERNELS[candidate]
+        reasons.append(f"the {candidate} kernel {reason}")
+    raise RefusedError(
+        f"attention_backend={name!r}: {'; '.join(reasons)}; attention_backend='reference' computes "
+        f"anything, with memory quadratic in the length"
+    )

@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """Attention of some query rows over some of their keys.
 
     Attributes:
-        tile: the rows of queries and keys, and the batch row.
+        tile: the query rows and the batch row; of a kernel that joins tiles nothing else.
         out: `[B, H, Sq, Dv]`, any float dtype.
         lse: `[B, H, Sq]` float (double for double), natural logarithm.
     """
@@ -37,7 +37,7 @@ class Part(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What one tile adds to the gradients of its rows."""
+    """What one tile, or tiles joined, add to the gradients of their rows `tile.q` and `tile.k`."""
 
     tile: Tile
     dq: Tensor

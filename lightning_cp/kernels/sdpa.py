@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.base import BlockKernel, Saved
-from lightning_cp.kernels.visible import narrow, visible
+from lightning_cp.kernels.visible import additive, square
 from lightning_cp.plan import Tile
 from lightning_cp.plan.memory import BANDED, SMALL
 
@@ -29,15 +29,7 @@ class Sdpa(BlockKernel):
 
     def split(self, tile: Tile) -> tuple[Tile, ...]:
         """A full block left of a square causal one, or a few rows; see [Note: CPU flash kernel]."""
-        if tile.band is not None:
-            return narrow(tile, BANDED)
-        corner = tile.k[1] - (tile.q[1] - tile.q[0])
-        if not tile.causal or corner == tile.k[0]:
-            return (tile,)
-        return (
-            tile._replace(k=(tile.k[0], corner), causal=False),
-            tile._replace(k=(corner, tile.k[1])),
-        )
+        return square(tile, BANDED)
 
     def block(
         self, tile: Tile, q: Tensor, k: Tensor, v: Tensor, *, scale: float
@@ -46,7 +38,7 @@ class Sdpa(BlockKernel):
         q, k, v = (_rows_contiguous(x) for x in (q, k, v))
         found: tuple[Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-                q, k, v, 0.0, tile.causal, attn_mask=_additive(tile, q), scale=scale
+                q, k, v, 0.0, tile.causal, attn_mask=additive(tile, q), scale=scale
             )
         )
         return found
@@ -70,20 +62,11 @@ class Sdpa(BlockKernel):
                 saved.lse,
                 0.0,
                 tile.causal,
-                attn_mask=_additive(tile, q),
+                attn_mask=additive(tile, q),
                 scale=scale,
             )
         )
         return found
-
-
-def _additive(tile: Tile, q: Tensor) -> Tensor | None:
-    """The mask of a banded block in the dtype of the queries, 0 where a key is seen."""
-    if tile.band is None:
-        return None
-    seen = visible(tile, q.device)
-    assert seen is not None  # invariant: a band hides something
-    return q.new_zeros(seen.shape).masked_fill_(~seen, float("-inf"))
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:

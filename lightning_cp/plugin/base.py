@@ -66,8 +66,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             "auto": direct. `lightning_cp.plan.Direct`, `Ring` and `AllGather` take options.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
-        attention_backend: what computes a tile: "sdpa" (torch's fused kernels), "reference" (plain
-            maths, quadratic memory), or "auto": sdpa.
+        attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
+            fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
+            of these two or "cudnn" by name, "reference" (plain maths, quadratic memory), or
+            "auto": sdpa.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -126,7 +128,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         | Direct
         | Ring = "auto",
         overlap: bool = True,
-        attention_backend: Literal["auto", "reference", "sdpa"] = "auto",
+        attention_backend: Literal[
+            "auto", "cudnn", "efficient", "flash", "reference", "sdpa"
+        ] = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
         sequence_dims: dict[str, int | None] | None = None,
