@@ -27,6 +27,7 @@ from tests._harness.trainer import PoolEnvironment
 OPTIONS: dict[str, Any] = {
     "layout": "contiguous",
     "exchange": "allgather",
+    "overlap": False,
     "attention_backend": "reference",
     "documents": "none",
     "loss": "token_mean",
