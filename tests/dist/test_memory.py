@@ -1,0 +1,136 @@
+"""The memory of a training step on a long row, and the largest tensor that it makes."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_cp.diagnostics.trace import MemoryTracker
+from lightning_cp.kernels import KERNELS
+from lightning_cp.kernels.base import Gradients, Kernel, Part, Saved
+from lightning_cp.plan import Tile
+from tests._harness.group import one_group
+from tests._harness.pool import Pool
+
+pytestmark = pytest.mark.dist
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward network."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1))
+        q, k, v = (part.transpose(1, 2) for part in qkv.unbind(2))
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(seen.transpose(1, 2).flatten(2))
+        hidden: Tensor = self.down(F.gelu(self.up(self.norms[1](x))))
+        return x + hidden
+
+
+class Model(nn.Module):
+    """A small language model without positions."""
+
+    def __init__(self, *, layers: int, width: int, heads: int, vocabulary: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.head = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        logits = self.head(self.blocks(self.embedding(input_ids)))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Shapes(Kernel):
+    """Empty results of the right shapes and dtypes: what a fused kernel returns, without work."""
+
+    def rejects(self, q: Tensor, v: Tensor) -> str | None:
+        return None
+
+    def forward(
+        self, tiles: Sequence[Tile], q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    ) -> Iterator[Part]:
+        for tile in tiles:
+            rows = q[:, :, tile.q[0] : tile.q[1]]
+            yield Part(tile, torch.zeros_like(rows), q.new_zeros(rows.shape[:3], dtype=torch.float))
+
+    def backward(
+        self, tiles: Sequence[Tile], saved: Saved, k: Tensor, v: Tensor, *, scale: float
+    ) -> Iterator[Gradients]:
+        for tile in tiles:
+            cut = (saved.q[:, :, slice(*tile.q)], k[:, :, slice(*tile.k)], v[:, :, slice(*tile.k)])
+            yield Gradients(tile, *(torch.zeros_like(x) for x in cut))
+
+
+def run_peak(rank: int, world: int, exchange: str, length: int) -> int:
+    """Peak bytes of forward and backward of one row, without parameters and their gradients."""
+    fused = KERNELS["sdpa"]
+    KERNELS["sdpa"] = Shapes()
+    try:
+        with one_group(rank, world, exchange=exchange) as parallel:
+            torch.manual_seed(0)
+            model = Model(layers=4, width=256, heads=4, vocabulary=256).bfloat16()
+            ids = torch.arange(length).remainder(256).unsqueeze(0)
+            shard = parallel.shard({"input_ids": ids, "labels": ids.clone()}, module=model)
+            tracker = MemoryTracker(model.parameters())
+            with parallel.active(shard), tracker:
+                model(**shard.batch).backward()
+            tracker.close()
+            return tracker.peak
+    finally:
+        KERNELS["sdpa"] = fused
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_peak_falls_with_the_group(pool: Pool) -> None:
+    length = 32768
+    (alone,) = pool.run(run_peak, "direct", length, world=1, timeout=300)
+    for exchange in ("ring", "direct"):
+        for world, limit in ((2, 0.57), (4, 0.33)):
+            peaks = pool.run(run_peak, exchange, length, world=world, timeout=300)
+            assert max(peaks) <= limit * alone, f"{exchange}, {world} ranks: {peaks} of {alone}"
+
+
+class Largest(MemoryTracker):
+    """Elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Any) -> None:
+        for x in tree_leaves(found):
+            if isinstance(x, Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.itemsize)
+
+
+def run_largest(rank: int, world: int, exchange: str, length: int, vocabulary: int) -> int:
+    with one_group(rank, world, exchange=exchange) as parallel:
+        model = Model(layers=1, width=16, heads=2, vocabulary=vocabulary)
+        ids = torch.arange(length).remainder(vocabulary).unsqueeze(0)
+        shard = parallel.shard({"input_ids": ids, "labels": ids.clone()}, module=model)
+        largest = Largest()
+        with parallel.active(shard), largest:
+            model(**shard.batch).backward()
+        return largest.elements
+
+
+@pytest.mark.parametrize("exchange", ["ring", "direct", "allgather"])
+def test_no_tensor_of_all_pairs_nor_of_all_logits(exchange: str, pool: Pool) -> None:
+    length, vocabulary, world = 1200, 1000, 3
+    for found in pool.run(run_largest, exchange, length, vocabulary, world=world):
+        # The largest are the logits of a rank's own tokens.
+        assert found == length // world * vocabulary
+        assert found < min(length * vocabulary, length * length) // 2
