@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def left_out(config: pytest.Config, folder: Path) -> list[str]:
-    """Files of tests, and folders above them, that pytest would pass by on its way from `folder`."""
+    """Files of tests, and folders above them, that pytest passes by on its way from `folder`."""
     files = sorted(folder.rglob("test_*.py"))
     paths = {path for file in files for path in (file, *file.parents) if folder in path.parents}
     ask = config.hook.pytest_ignore_collect

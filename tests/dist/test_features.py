@@ -10,8 +10,9 @@ from lightning.pytorch import callbacks
 
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.errors import ConfigError
-from tests._harness.feature_runs import differences
-from tests._harness.features import FEATURES, GROUPS, PAGE, Feature, Raised, markdown, perform
+from tests._harness.differences import differences
+from tests._harness.feature import Feature
+from tests._harness.features import FEATURES, GROUPS, PAGE, Raised, markdown, perform
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
