@@ -395,7 +395,7 @@ class Numbered(LanguageModel):
 @pytest.mark.parametrize(
     ("kind", "case", "dp"),
     [
-        (LanguageModel, DOUBLE, 1),
+        pytest.param(LanguageModel, DOUBLE, 1, marks=pytest.mark.full),
         (LanguageModel, replace(DOUBLE, samples=12), 2),
         (LanguageModel, MANUAL, 1),
     ],

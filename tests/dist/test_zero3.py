@@ -45,7 +45,6 @@ ROWS = [
     Row("manual", Case(optimisation="manual"), {}),
     Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
     Row("recomputed-loss", Case(recomputed="everything"), {}),
-    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
     Row(
         "one-backward-for-two-batches",
         Case(lengths=(24, 17), recomputed="blocks", optimisation="delayed"),
@@ -56,7 +55,8 @@ ROWS = [
     Row("root-only", Case(), {"auto_wrap_policy": ()}),
     Row("root-only-manual", Case(optimisation="manual"), {"auto_wrap_policy": ()}),
 ]
-AT_ONCE = [
+TOGETHER = [
+    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
     Row(
         "everything-on-four-ranks",
         Case(
@@ -92,8 +92,8 @@ def test_training(row, pool, plain):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", AT_ONCE, ids=named)
-def test_everything_at_once(row, pool, plain):
+@pytest.mark.parametrize("row", TOGETHER, ids=named)
+def test_several_at_once(row, pool, plain):
     check(row, pool, plain, "64-true")
 
 
