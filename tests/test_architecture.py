@@ -366,6 +366,16 @@ EXAMPLES: dict[Rule, tuple[list[tuple[str, str]], list[tuple[str, str]]]] = {
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@pytest.mark.parametrize("rule", [short_file, short_functions], ids=lambda rule: rule.__name__)
+def test_harness_keeps_rule(rule):
+    found = [
+        f"tests/_harness/{file.name}:{line}: {message}"
+        for file in sorted((ROOT / "tests" / "_harness").rglob("*.py"))
+        for line, message in rule(parse(file.name, file.read_text(encoding="utf-8")))
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
 @pytest.mark.parametrize("rule", EXAMPLES, ids=lambda rule: rule.__name__)
 def test_package_keeps_rule(rule):
     found = [

@@ -78,8 +78,8 @@ def plain(tmp_path_factory):
 @pytest.mark.parametrize(
     ("package", "file", "arguments"),
     [
-        ("lightning.pytorch", "by_name.yaml", []),
-        (
+        pytest.param("lightning.pytorch", "by_name.yaml", [], id="by-name", marks=pytest.mark.full),
+        pytest.param(
             "pytorch_lightning",
             "overridden.yaml",
             [
@@ -87,9 +87,9 @@ def plain(tmp_path_factory):
                 "--model.counting=false",
                 "--trainer.strategy.context_parallel_size=2",
             ],
+            id="by-class-of-pytorch_lightning",
         ),
     ],
-    ids=["by-name", "by-class-of-pytorch_lightning"],
 )
 def test_fit(package, file, arguments, plain, tmp_path):
     losses, groups = fit(tmp_path, file, *arguments, package=package)

@@ -138,20 +138,70 @@ def test_examples_are_run_by_ci():
 with_code = [page for page in PAGES if program(page.read_text(encoding="utf-8")).strip()]
 
 
-@pytest.mark.parametrize("page", with_code, ids=page_id)
-def test_python_runs(page, tmp_path):
-    script = tmp_path / "page.py"
-    script.write_text(program(page.read_text(encoding="utf-8")), encoding="utf-8")
+# Imports take seconds, so they are done once; then every page has a process of its own.
+SERVER = """
+import os, runpy, sys, traceback
+import lightning, transformers
+
+for script in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(script + ".err", os.O_WRONLY | os.O_CREAT), 2)
+        sys.argv = [script]
+        code = 0
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+    print(script, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def run_scripts(folder: Path, texts: dict[str, str]) -> dict[str, tuple[str, str]]:
+    """Exit code and errors of programs, by name."""
+    scripts = {name: folder / f"{number}.py" for number, name in enumerate(texts)}
+    for name, script in scripts.items():
+        script.write_text(texts[name], encoding="utf-8")
     result = subprocess.run(
-        [sys.executable, script],
-        cwd=tmp_path,
+        [sys.executable, "-c", SERVER, *map(str, scripts.values())],
+        cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=100,
         check=False,
     )
-    assert result.returncode == 0, f"{page_id(page)} (same line numbers)\n{result.stderr[-4000:]}"
+    assert result.returncode == 0, result.stderr[-4000:]
+    codes = dict(line.rsplit(" ", 1) for line in result.stdout.splitlines() if line[-2:-1] == " ")
+    return {
+        name: (codes[str(script)], Path(f"{script}.err").read_text(encoding="utf-8"))
+        for name, script in scripts.items()
+    }
+
+
+FAILING = "a page that fails"
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    programs = {page_id(page): program(page.read_text(encoding="utf-8")) for page in with_code}
+    return run_scripts(tmp_path_factory.mktemp("pages"), {FAILING: "\n\n1 / 0\n", **programs})
+
+
+@pytest.mark.parametrize("page", with_code, ids=page_id)
+def test_python_runs(page, results):
+    code, errors = results[page_id(page)]
+    assert code == "0", f"{page_id(page)} (same line numbers)\n{errors[-4000:]}"
+
+
+def test_a_page_that_fails_is_seen(results):
+    code, errors = results[FAILING]
+    assert code == "1"
+    assert "line 3" in errors
+    assert "ZeroDivisionError" in errors
 
 
 PAGE = """\

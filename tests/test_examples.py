@@ -64,12 +64,14 @@ def test_existing_project_has_the_same_loss(one_process, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_counted_positions_are_right_in_one_process(one_process, tmp_path):
     script = tmp_path / "counting.py"
     script.write_text(COUNTING)
     assert final_loss(run(script, "auto", 1, tmp_path)) == one_process
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_counted_positions_are_refused(tmp_path):
     script = tmp_path / "counting.py"

@@ -67,6 +67,7 @@ def test_equal_is_zero(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert value["worst_gradient"] < 1
 
 
+@pytest.mark.full  # tests/test_verify_config.py has a difference
 def test_different_is_one(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found = tmp_path / "found.json"
     assert main(["verify", f"{model}:wrong", "--json", str(found)]) == 1

@@ -27,6 +27,7 @@ def write(tmp_path: Path):
     return written
 
 
+@pytest.mark.full  # tests/test_verify_command.py has a right model
 def test_right_model_with_the_options_of_its_strategy(tmp_path, capfd):
     found = tmp_path / "found.json"
     arguments = ["--config", str(FILES / "by_class.yaml"), "--json", str(found)]

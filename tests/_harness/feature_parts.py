@@ -14,7 +14,8 @@ from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, Simpl
 from lightning.pytorch.utilities.model_summary import summarize
 
 from lightning_cp import ContextParallelStrategy
-from tests._harness.feature_runs import BASE, Example, Place, fitted, made, runner, table
+from tests._harness.feature_modules import Example
+from tests._harness.feature_runs import BASE, Place, fitted, made, runner, table
 from tests._harness.models import loaders
 
 

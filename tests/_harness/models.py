@@ -1,11 +1,9 @@
 """A tiny GPT on real text, its data, and one whole training run of it inside a rank of the pool."""
 
 import os
-import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import lightning.pytorch as pl
@@ -21,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_cp import ContextParallelStrategy, functional
 from lightning_cp.fsdp import whole
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
+from tests._harness.text import text
 from tests._harness.trainer import Hosted, pool_trainer
 
 VOCABULARY, POSITIONS, IGNORED = 256, 64, -100
@@ -68,17 +67,6 @@ class Case:
     momentum: float = 0.0
     precision: Any = "32-true"
     trainer: tuple[tuple[str, Any], ...] = ()
-
-
-@cache
-def text() -> bytes:
-    """Sources of the standard library, 64 kB of them."""
-    found = b""
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        found += file.read_bytes()
-        if len(found) >= 1 << 16:
-            break
-    return found
 
 
 class Text(Dataset[Any]):

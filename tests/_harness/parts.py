@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_cp import functional
-from tests._harness.models import text
+from tests._harness.text import text
 
 VOCABULARY, WIDTH, HEADS, TABLE, CLASSES, IGNORED = 256, 16, 2, 64, 3, -100
 ROWS, LENGTH = 2, 24

@@ -1,5 +1,6 @@
 """Whole Trainer runs inside a rank of the pool."""
 
+import gc
 import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -104,7 +105,13 @@ def pool_trainer(
 
 @contextmanager
 def workers_allowed() -> Iterator[None]:
-    """Let a rank of the pool, which is a daemon, start the workers of loaders."""
+    """Let a rank of the pool, which is a daemon, start the workers of loaders.
+
+    The garbage of earlier runs holds process groups. A forked worker that collected it would wait
+    forever for threads that it does not have: it is collected before, and the rest left alone.
+    """
+    gc.collect()
+    gc.freeze()
     options: Any = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = options.get("daemon")
     options["daemon"] = False
@@ -112,3 +119,4 @@ def workers_allowed() -> Iterator[None]:
         yield
     finally:
         options["daemon"] = before
+        gc.unfreeze()

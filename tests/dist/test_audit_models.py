@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_cp.api import WATCHED, ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.errors import ContextParallelWarning
+from tests._harness.grid import rotated
 from tests._harness.faults import FAULTS, RIGHT, Planted
 from tests._harness.parts import Batch, Model, made, tokens
 from tests._harness.pool import Pool
@@ -88,10 +89,9 @@ def test_planted_faults_are_refused_on_every_rank(world: int, layout: str, pool:
 
 
 @pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, "zigzag"), (2, "contiguous"), (3, "zigzag"), (3, "contiguous")],
+    ("layout", "world"), rotated(("zigzag", "contiguous"), [(2,), (3,)])
 )
-def test_right_models_pass_and_are_right(world: int, layout: str, pool: Pool) -> None:
+def test_right_models_pass_and_are_right(layout: str, world: int, pool: Pool) -> None:
     for rank, (losses, messages) in enumerate(pool.run(run_right, layout, world=world)):
         assert not messages, f"rank {rank}: {messages}"
         for case, found in zip(RIGHT, losses, strict=True):

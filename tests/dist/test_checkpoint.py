@@ -11,7 +11,6 @@ from tests._harness.models import (
     Case,
     LanguageModel,
     Outcome,
-    fit,
     furthest,
     loaders,
     outcome,
@@ -82,9 +81,9 @@ def saved(pool, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pool):
+def uninterrupted(plain):
     """The second of two epochs of the plain Trainer."""
-    (found,) = pool.run(fit, TWO, None, world=1)
+    (found,) = plain(TWO)
     return found._replace(ids=found.ids[6:], step_losses=found.step_losses[3:])
 
 

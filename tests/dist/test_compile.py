@@ -188,7 +188,13 @@ def _job(rank: int, world: int, cache: str, context: bool) -> int:
     return hits
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["plain then cp", "cp then plain"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(False, id="plain then cp"),
+        pytest.param(True, id="cp then plain", marks=pytest.mark.full),
+    ],
+)
 @pytest.mark.timeout(240)
 def test_jobs_share_a_compile_cache(pool: Pool, tmp_path: Path, first: bool) -> None:
     """The third job shows that the cache is in use: it finds the graph of the first."""

@@ -10,13 +10,44 @@ from lightning.pytorch import callbacks
 
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.errors import ConfigError
-from tests._harness.feature_runs import differences
-from tests._harness.features import FEATURES, GROUPS, PAGE, Feature, Raised, markdown, perform
+from tests._harness.differences import differences
+from tests._harness.feature import Feature
+from tests._harness.features import FEATURES, GROUPS, PAGE, Raised, markdown, perform
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
 
 TOGETHER = 12
+ELSEWHERE = {
+    "test_parity": (
+        "accumulate_grad_batches",
+        "gradient_clip_val by norm",
+        "gradient_clip_val by value",
+        "Manual optimization",
+        "precision 32-true",
+        "precision 64-true",
+        "precision bf16-mixed",
+        "validate",
+        "test",
+        "zero_stage=0",
+    ),
+    "test_zero3": ("zero_stage=3", "zero_stage=3, save_checkpoint and ckpt_path"),
+    "test_sharding": ("toggle_optimizer with zero_stage=3",),
+    "test_checkpoint": ("save_checkpoint and ckpt_path",),
+    "test_compile": ("torch.compile of its network",),
+    "test_predict": ("predict",),
+    "test_logs": ("self.all_gather, sync_dist over virtual devices",),
+    "test_loaders": (
+        "overfit_batches",
+        "limit_train_batches",
+        "limit_train_batches, a fraction",
+        "use_distributed_sampler=False",
+        "IterableDataset",
+        "IterableDataset, data='broadcast'",
+    ),
+    "this one, as another profiler": ("profiler pytorch",),
+}
+"""Rows that another file of the default run shows as well: here they are marked `full`."""
 NEWER = {
     "WeightAveraging (EMA)": "EMAWeightAveraging",
     "WeightAveraging with zero_stage=3": "EMAWeightAveraging",
@@ -24,16 +55,32 @@ NEWER = {
 Outcomes = Callable[[str, bool], list[Any]]
 
 
+def cases() -> list[Any]:
+    """Names of all rows, with their marks."""
+    shown = {name for names in ELSEWHERE.values() for name in names}
+    assert shown <= FEATURES.keys()
+    return [
+        pytest.param(name, marks=pytest.mark.full if name in shown else ()) for name in FEATURES
+    ]
+
+
 @pytest.fixture(scope="module")
-def outcomes(pool: Pool, tmp_path_factory: Any) -> Outcomes:
+def outcomes(request: Any, pool: Pool, tmp_path_factory: Any) -> Outcomes:
     """What the runs of a feature gave on every rank; several are run in one task."""
     found: dict[tuple[str, bool], list[Any]] = {}
+    asked = {
+        item.callspec.params["name"]
+        for item in request.session.items
+        if item.path == request.path and hasattr(item, "callspec")
+    }
 
     def together(world: int, plain: bool) -> list[str]:
         return [
             name
             for name, feature in FEATURES.items()
-            if (feature.plain if plain else feature.world) == world and available(name)
+            if (feature.plain if plain else feature.world) == world
+            and name in asked
+            and available(name)
         ]
 
     def run(name: str, plain: bool) -> list[Any]:
@@ -77,7 +124,7 @@ def check(feature: Feature, outcomes: Outcomes) -> None:
         assert not far, f"rank {rank}: {far[:5]}"
 
 
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize("name", cases())
 def test_feature(name, outcomes):
     if not available(name):
         pytest.skip(f"this Lightning has no {NEWER[name]}")

@@ -16,18 +16,15 @@ from lightning_cp import attend, functional
 from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.config import Config
 from lightning_cp.diagnostics.trace import CollectiveRecorder
+from tests._harness.grid import rotated
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
 
 BATCH, WIDTH, IGNORED = 2, 3, -100
 LENGTHS = (1, 2, 7, 10, 24)
-PLACES = [
-    pytest.param(world, layout, length, id=f"W{world}-{layout}-S{length}")
-    for world in (1, 2, 3)
-    for layout in ("contiguous", "zigzag")
-    for length in LENGTHS
-]
+WAYS = [(world, layout) for world in (1, 2, 3) for layout in ("contiguous", "zigzag")]
+PLACES = [(length, *way) for length in LENGTHS for way in WAYS]
 
 
 class Data(NamedTuple):
@@ -234,7 +231,7 @@ def assert_close(found: Tensor, expected: Tensor, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(("world", "layout", "length"), PLACES)
+@pytest.mark.parametrize(("length", "world", "layout"), PLACES)
 def test_values_and_gradients(world: int, layout: str, length: int, pool: Pool) -> None:
     pool.run(run_functions, layout, length, world=world)
 
@@ -277,7 +274,7 @@ def run_integers(rank: int, world: int, layout: str, length: int) -> None:
                 assert torch.equal(functional.positions(5), numbers)
 
 
-@pytest.mark.parametrize(("world", "layout", "length"), PLACES)
+@pytest.mark.parametrize(("length", "world", "layout"), PLACES)
 def test_integers(world: int, layout: str, length: int, pool: Pool) -> None:
     pool.run(run_integers, layout, length, world=world)
 
@@ -347,9 +344,10 @@ def run_module(rank: int, world: int, layout: str, length: int) -> None:
                 )
 
 
-@pytest.mark.parametrize(("world", "layout", "length"), PLACES)
-def test_mean_of_parameter_gradients(world: int, layout: str, length: int, pool: Pool) -> None:
+@pytest.mark.parametrize(("way", "length"), rotated(WAYS, [(length,) for length in LENGTHS]))
+def test_mean_of_parameter_gradients(way: tuple[int, str], length: int, pool: Pool) -> None:
     """The rule: the plain mean over ranks is the gradient of one device, recomputed or not."""
+    world, layout = way
     pool.run(run_module, layout, length, world=world)
 
 

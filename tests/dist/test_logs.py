@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_cp.errors import ContextParallelWarning, MismatchError, PeerError, RefusedError
 from lightning_cp.logs import Agreement, Group, Logged, combined
+from tests._harness.grid import rotated
 from tests._harness.models import IGNORED, Case, LanguageModel, loaders, seeded, trainer_of
 from tests._harness.pool import Pool
 
@@ -136,9 +137,11 @@ GRID = [
 ]
 
 
-@pytest.mark.parametrize("sync_dist", [False, True])
-@pytest.mark.parametrize(("name", "dp", "cp"), GRID)
-def test_values_are_those_of_the_plain_trainer(name, dp, cp, sync_dist, pool, plain):
+@pytest.mark.parametrize(
+    ("row", "sync_dist"), rotated(GRID, [(False,), (True,)]), ids=lambda x: str(x)
+)
+def test_values_are_those_of_the_plain_trainer(row, sync_dist, pool, plain):
+    name, dp, cp = row
     case = CASES[name]
     expected = plain(case, dp, sync_dist)
     options = {"context_parallel_size": cp, "layout": "contiguous"}

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
+from tests._harness.grid import rotated
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -214,11 +215,13 @@ def run_models(rank: int, world: int, layout: str, length: int) -> bytes:
     return pickle.dumps(found)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize(("world", "length"), [(1, 9), (2, 13), (3, 17)])
+@pytest.mark.parametrize(
+    ("size", "layout"), rotated(((1, 9), (2, 13), (3, 17)), [("contiguous",), ("zigzag",)])
+)
 def test_modules(
-    world: int, length: int, layout: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
+    size: tuple[int, int], layout: str, pool: Pool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    world, length = size
     ranks = [pickle.loads(x) for x in pool.run(run_models, layout, length, world=world)]
     monkeypatch.setattr(torch.backends.mha, "_is_fastpath_enabled", False)
     for name, (_, expected_calls) in MODELS.items():

@@ -141,6 +141,7 @@ def test_one_device_lines_are_refused_on_every_rank(
         assert re.search(f"{where}.*{remedy}", failure.message), failure.message
 
 
+@pytest.mark.full  # .ci/run runs it, too
 def test_the_example_runs(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, EXAMPLE],

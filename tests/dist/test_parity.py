@@ -1,35 +1,17 @@
 """Whole Trainer runs equal those of the plain Trainer with one device per virtual device."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch.distributed as dist
 
-from tests._harness.models import Case, Outcome, evaluate, fit, furthest, seeded
+from tests._harness.grid import named, rotated
+from tests._harness.models import Case, evaluate, fit, furthest, seeded
 from tests._harness.pool import Pool
+from tests._harness.rows import TOLERANCE, Plain, Row, trainer
 
 pytestmark = pytest.mark.dist
-
-TOLERANCE = {"32-true": 1e-6, "64-true": 1e-12}
-Plain = Callable[..., list[Outcome]]
-
-
-class Row(NamedTuple):
-    """A run: its name, the options of the strategy, the number of virtual devices and of ranks."""
-
-    name: str
-    case: Case
-    options: dict[str, Any]
-    dp: int = 1
-    cp: int = 2
-
-
-def trainer(**options: Any) -> tuple[tuple[str, Any], ...]:
-    return tuple(options.items())
-
 
 GRID = [
     *(
@@ -106,16 +88,6 @@ BATCHES = [
     Row("positions-in-batch", Case(offset=5), {}),
     Row("lengths-differ", Case(lengths=(24, 7, 10)), {}, cp=3),
     Row("filled-up", Case(lengths=(21, 13)), {"pad_to_multiple_of": 8}),
-    *(
-        Row(
-            f"S{size}-{layout}",
-            Case(lengths=(size,)),
-            {"layout": layout, "sequence_dims": {"id": None}},  # two ids may be a sequence of two
-            cp=3,
-        )
-        for size in (1, 2, 7, 10)
-        for layout in ("zigzag", "contiguous")
-    ),
     # Sizes that can be taken for one another: rows, heads, channels of a head and local tokens.
     Row("all-sizes-equal-2", Case(lengths=(8,), batch=4, samples=12), {}),
     Row(
@@ -129,16 +101,6 @@ BATCHES = [
         Case(lengths=(8,), batch=1, samples=3, valid=(0, 1, 2, 7)),
         {"layout": "contiguous"},
     ),
-    *(
-        Row(
-            f"labels-on-one-rank-{layout}-W{world}",
-            Case(valid="front"),
-            {"layout": layout},
-            cp=world,
-        )
-        for layout in ("contiguous", "zigzag")
-        for world in (2, 3)
-    ),
     Row("padding-left", Case(padding=("left",)), {}),
     Row("padding-right", Case(padding=("right",)), {}, cp=3),
     Row("padding-both", Case(padding=("left", "right")), {"layout": "contiguous"}, cp=3),
@@ -147,21 +109,15 @@ BATCHES = [
 ]
 
 
-def rows(*groups: list[Row]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("row", [r for g in groups for r in g], ids=lambda row: row.name)
+def of_size(size: int, layout: str) -> Row:
+    # Two ids may be taken for a sequence of two.
+    options = {"layout": layout, "sequence_dims": {"id": None}}
+    return Row(f"S{size}-{layout}", Case(lengths=(size,)), options, cp=3)
 
 
-@pytest.fixture(scope="module")
-def plain(pool: Pool) -> Plain:
-    """Runs the plain Trainer on `dp` devices, once for each case."""
-    found: dict[Any, list[Outcome]] = {}
-
-    def run(case: Case, dp: int = 1) -> list[Outcome]:
-        if (case, dp) not in found:
-            found[case, dp] = pool.run(fit, case, world=dp)
-        return found[case, dp]
-
-    return run
+def labelled_in_front(layout: str, world: int) -> Row:
+    options = {"layout": layout}
+    return Row(f"labels-on-one-rank-{layout}-W{world}", Case(valid="front"), options, cp=world)
 
 
 def check(row: Row, pool: Pool, plain: Plain, precision: str) -> None:
@@ -180,20 +136,33 @@ def check(row: Row, pool: Pool, plain: Plain, precision: str) -> None:
         assert max(distances.values()) <= TOLERANCE[precision], f"rank {rank}: {distances}"
 
 
-@pytest.mark.parametrize("precision", TOLERANCE)
-@rows(GRID)
+@pytest.mark.parametrize(
+    ("row", "precision"), rotated(GRID, [(name,) for name in TOLERANCE]), ids=named
+)
 def test_grid(row, precision, pool, plain):
     check(row, pool, plain, precision)
 
 
-@rows(TRAINING)
+@pytest.mark.parametrize("row", TRAINING, ids=named)
 def test_training(row, pool, plain):
     check(row, pool, plain, "64-true")
 
 
-@rows(BATCHES)
+@pytest.mark.parametrize("row", BATCHES, ids=named)
 def test_batches(row, pool, plain):
     check(row, pool, plain, "64-true")
+
+
+@pytest.mark.parametrize(
+    ("size", "layout"), rotated((1, 2, 7, 10), [("zigzag",), ("contiguous",)])
+)
+def test_short_rows(size, layout, pool, plain):
+    check(of_size(size, layout), pool, plain, "64-true")
+
+
+@pytest.mark.parametrize(("layout", "world"), rotated(("contiguous", "zigzag"), [(2,), (3,)]))
+def test_labels_on_one_rank(layout, world, pool, plain):
+    check(labelled_in_front(layout, world), pool, plain, "64-true")
 
 
 @pytest.mark.parametrize("precision", TOLERANCE)

@@ -52,7 +52,7 @@ def test_epochs_differ_in_order_and_split(pool):
     assert found[0].counts["estimated steps"] == found[0].counts["optimiser steps"] == 16
 
 
-@pytest.mark.parametrize(("world", "steps"), [(2, 16), (3, 16)])
+@pytest.mark.parametrize(("world", "steps"), [(2, 16), pytest.param(3, 16, marks=pytest.mark.full)])
 def test_one_group_keeps_the_order_of_the_loader(world, steps, pool):
     for rank in pool.run(fit, SIXTEEN, {}, world=world):
         assert rank.ids == list(range(16))

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from lightning_cp import verify
 from lightning_cp.fsdp import whole
 from lightning_cp.plugin.sharding import policy_of
+from tests._harness.grid import rotated
 from tests._harness.models import (
     Block,
     Case,
@@ -196,19 +197,22 @@ def fit_of(
 MANUAL = replace(DOUBLE, optimisation="manual")
 
 
+UNUSUAL = {
+    Different: (DOUBLE, 1),
+    Adversarial: (MANUAL, 1),
+    Late: (MANUAL, 1),
+    Tied: (DOUBLE, 1),
+    Buffered: (replace(DOUBLE, samples=8), 2),
+}
+
+
 @pytest.mark.parametrize(
-    ("kind", "case", "dp"),
-    [
-        (Different, DOUBLE, 1),
-        (Adversarial, MANUAL, 1),
-        (Late, MANUAL, 1),
-        (Tied, DOUBLE, 1),
-        (Buffered, replace(DOUBLE, samples=8), 2),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
+    ("kind", "policy"),
+    rotated(UNUSUAL, [(None,), ((),)]),
+    ids=lambda x: {None: "blocks", (): "root"}.get(x) or x.__name__,
 )
-@pytest.mark.parametrize("policy", [None, ()], ids=["blocks", "root"])
-def test_unusual_steps(kind, case, dp, policy, pool):
+def test_unusual_steps(kind, policy, pool):
+    case, dp = UNUSUAL[kind]
     expected = pool.run(fit_of, kind, case, None, world=dp)
     options = {**SHARDED, "context_parallel_size": 2, "auto_wrap_policy": policy}
     for rank, found in enumerate(pool.run(fit_of, kind, case, options, world=2 * dp)):
@@ -227,9 +231,9 @@ def test_unusual_steps(kind, case, dp, policy, pool):
         ),
     ],
 )
-def test_half_precision_is_close(precision, more, limit, pool):
+def test_half_precision_is_close(precision, more, limit, pool, plain):
     case = Case(precision=precision)
-    (expected,) = pool.run(fit, case, world=1)
+    (expected,) = plain(case)
     for found in pool.run(fit, case, {**SHARDED, **more}, world=2):
         assert max(furthest(found, expected).values()) <= limit, furthest(found, expected)
 
@@ -307,8 +311,8 @@ class ShardedInParts(ShardedByUser):
     blocks_only = True
 
 
-def test_module_that_comes_sharded(pool):
-    (expected,) = pool.run(fit, DOUBLE, world=1)
+def test_module_that_comes_sharded(pool, plain):
+    (expected,) = plain(DOUBLE)
     for found in pool.run(fit_of, ShardedByUser, DOUBLE, SHARDED, world=2):
         assert max(furthest(found, expected).values()) <= 1e-12
 
@@ -391,13 +395,13 @@ class Numbered(LanguageModel):
 @pytest.mark.parametrize(
     ("kind", "case", "dp"),
     [
-        (LanguageModel, DOUBLE, 1),
+        pytest.param(LanguageModel, DOUBLE, 1, marks=pytest.mark.full),
         (LanguageModel, replace(DOUBLE, samples=12), 2),
         (LanguageModel, MANUAL, 1),
     ],
 )
-def test_verified_run_is_the_same(kind, case, dp, pool):
-    expected = pool.run(fit, case, world=dp)
+def test_verified_run_is_the_same(kind, case, dp, pool, plain):
+    expected = plain(case, dp)
     options = {"context_parallel_size": 2}
     for rank, found in enumerate(pool.run(fit_verified, kind, case, options, world=2 * dp)):
         distances = furthest(found, expected[rank // 2])

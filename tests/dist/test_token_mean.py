@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.loss import token_mean
+from tests._harness.grid import rotated
 from tests._harness.models import (
     IGNORED,
     Case,
@@ -116,16 +117,20 @@ def check(pool: Pool, case: Case, model: tuple[str, str, bool], world: int, **op
 USUAL = Case(precision="64-true")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("style", STYLES)
-def test_unequal_counts(style: str, layout: str, world: int, pool: Pool) -> None:
+@pytest.mark.parametrize(
+    ("place", "style"),
+    rotated(
+        [(world, layout) for world in (1, 2, 3) for layout in ("contiguous", "zigzag")],
+        [(style,) for style in STYLES],
+    ),
+)
+def test_unequal_counts(place: tuple[int, str], style: str, pool: Pool) -> None:
+    world, layout = place
     check(pool, USUAL, (style, "labels", False), world, layout=layout)
 
 
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_without_a_valid_token(world: int, style: str, pool: Pool) -> None:
+@pytest.mark.parametrize(("style", "world"), rotated(STYLES, [(2,), (3,)]))
+def test_ranks_without_a_valid_token(style: str, world: int, pool: Pool) -> None:
     """The first two labels alone count: all ranks but the first have none."""
     case = Case(precision="64-true", valid="front")
     check(pool, case, (style, "labels", True), world, layout="contiguous")
@@ -139,8 +144,8 @@ def test_three_labels_on_one_rank_and_one_on_the_other(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("said", "length"),
     [
-        *((said, length) for said in ("loss_mask", "shift_labels") for length in (3, 13, 24)),
-        *((said, length) for said in ("attention_mask", "all") for length in (13, 24)),
+        *rotated(("loss_mask", "shift_labels"), [(3,), (13,), (24,)]),
+        *rotated(("attention_mask", "all"), [(13,), (24,)]),
     ],
 )
 def test_what_says_which_tokens_count(said: str, length: int, pool: Pool) -> None:

@@ -8,6 +8,7 @@ import torch
 from lightning_cp import verify
 from lightning_cp.diagnostics.verify import Report
 from tests._harness.faults import FAULTS, Planted
+from tests._harness.grid import named, rotated
 from tests._harness.group import one_group
 from tests._harness.hf import build
 from tests._harness.pool import Pool
@@ -16,6 +17,7 @@ from tests._harness.right import RIGHT
 pytestmark = pytest.mark.dist
 
 LENGTH = 37
+WAYS = [(world, layout) for world in (2, 3) for layout in ("contiguous", "zigzag")]
 
 
 def verified(rank: int, world: int, planted: Planted, layout: str) -> Report:
@@ -24,9 +26,7 @@ def verified(rank: int, world: int, planted: Planted, layout: str) -> Report:
         return verify(planted.make(), planted.batch(), parallel=parallel, show=False)
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("planted", FAULTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(("planted", "world", "layout"), rotated(FAULTS, WAYS), ids=named)
 def test_the_faulty_module_is_named(pool: Pool, planted: Planted, world: int, layout: str) -> None:
     for report in pool.run(verified, planted, layout, world=world):
         assert not report.ok
@@ -34,9 +34,7 @@ def test_the_faulty_module_is_named(pool: Pool, planted: Planted, world: int, la
         assert report.finding.module == planted.module, report.finding
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("planted", RIGHT, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(("planted", "world", "layout"), rotated(RIGHT, WAYS), ids=named)
 def test_right_models_have_no_finding(
     pool: Pool, planted: Planted, world: int, layout: str
 ) -> None:
@@ -69,7 +67,7 @@ def pretrained(rank: int, world: int, name: str, kind: str) -> Report:
     ("name", "kind"),
     [
         ("llama", "plain"),
-        ("llama", "padded"),
+        pytest.param("llama", "padded", marks=pytest.mark.full),
         ("llama", "packed"),
         ("qwen3", "padded"),
         ("gpt2", "padded"),

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
+from tests._harness.grid import named
 from tests._harness.models import (
     Case,
     LanguageModel,
@@ -23,7 +24,7 @@ from tests._harness.models import (
     trainer_of,
 )
 from tests._harness.pool import Pool
-from tests.dist.test_parity import TOLERANCE, Row, trainer
+from tests._harness.rows import TOLERANCE, Plain, Row, trainer
 
 pytestmark = pytest.mark.dist
 
@@ -44,7 +45,6 @@ ROWS = [
     Row("manual", Case(optimisation="manual"), {}),
     Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
     Row("recomputed-loss", Case(recomputed="everything"), {}),
-    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
     Row(
         "one-backward-for-two-batches",
         Case(lengths=(24, 17), recomputed="blocks", optimisation="delayed"),
@@ -54,6 +54,9 @@ ROWS = [
     Row("padding-both", Case(padding=("left", "right")), {"layout": "contiguous"}, cp=3),
     Row("root-only", Case(), {"auto_wrap_policy": ()}),
     Row("root-only-manual", Case(optimisation="manual"), {"auto_wrap_policy": ()}),
+]
+TOGETHER = [
+    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
     Row(
         "everything-on-four-ranks",
         Case(
@@ -71,9 +74,9 @@ ROWS = [
 ]
 
 
-def check(row: Row, pool: Pool, precision: str) -> None:
+def check(row: Row, pool: Pool, plain: Plain, precision: str) -> None:
     case = replace(row.case, precision=precision)
-    expected = pool.run(fit, case, world=row.dp)
+    expected = plain(case, row.dp)
     options = {"context_parallel_size": row.cp, "zero_stage": 3, **row.options}
     for rank, found in enumerate(pool.run(fit, case, options, world=row.dp * row.cp)):
         one = expected[rank // row.cp]
@@ -83,14 +86,20 @@ def check(row: Row, pool: Pool, precision: str) -> None:
         assert max(distances.values()) <= TOLERANCE[precision], f"rank {rank}: {distances}"
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_training(row, pool):
-    check(row, pool, "64-true")
+@pytest.mark.parametrize("row", ROWS, ids=named)
+def test_training(row, pool, plain):
+    check(row, pool, plain, "64-true")
 
 
-@pytest.mark.parametrize("row", ROWS[:2], ids=lambda row: row.name)
-def test_training_in_single_precision(row, pool):
-    check(row, pool, "32-true")
+@pytest.mark.full
+@pytest.mark.parametrize("row", TOGETHER, ids=named)
+def test_several_at_once(row, pool, plain):
+    check(row, pool, plain, "64-true")
+
+
+@pytest.mark.parametrize("row", ROWS[:2], ids=named)
+def test_training_in_single_precision(row, pool, plain):
+    check(row, pool, plain, "32-true")
 
 
 ONE, TWO = Case(samples=12, momentum=0.9), Case(samples=12, momentum=0.9, epochs=2)
@@ -165,13 +174,12 @@ def saved(pool, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pool):
+def uninterrupted(plain):
     """The second of two epochs of the plain Trainer on one or two devices."""
-    found = {dp: pool.run(fit, TWO, world=dp) for dp in (1, 2)}
 
     def second(name: str, rank: int) -> Outcome:
         dp = 2 if name in ("plain2", "dp2", "dp2cp2") else 1
-        one = found[dp][rank * dp // MESHES[name][0]]
+        one = plain(TWO, dp)[rank * dp // MESHES[name][0]]
         steps = 3 * 2 // dp
         return one._replace(ids=one.ids[2 * steps :], step_losses=one.step_losses[steps:])
 
@@ -218,11 +226,11 @@ def check_resumed(name: str, file: Path, uninterrupted: Any, pool: Pool, **more:
     ("before", "after"),
     [
         ("cp2", "cp2"),
-        ("cp2", "plain1"),
+        pytest.param("cp2", "plain1", marks=pytest.mark.full),
         ("plain1", "cp3"),
         ("cp3", "replicated"),
-        ("replicated", "cp2"),
-        ("dp2", "dp2cp2"),
+        pytest.param("replicated", "cp2", marks=pytest.mark.full),
+        pytest.param("dp2", "dp2cp2", marks=pytest.mark.full),
         ("dp2cp2", "plain2"),
     ],
 )
@@ -231,7 +239,13 @@ def test_file_resumes(before, after, saved, uninterrupted, pool):
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("cp2", "cp2"), ("cp2", "cp3"), ("dp2", "dp2cp2"), ("dp2cp2", "dp2")]
+    ("before", "after"),
+    [
+        pytest.param("cp2", "cp2", marks=pytest.mark.full),
+        ("cp2", "cp3"),
+        pytest.param("dp2", "dp2cp2", marks=pytest.mark.full),
+        ("dp2cp2", "dp2"),
+    ],
 )
 def test_folder_resumes(before, after, saved, uninterrupted, pool):
     file = saved(before, distributed=True)[0] / "best.ckpt"

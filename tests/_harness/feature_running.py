@@ -1,0 +1,107 @@
+"""Rows of the feature table: modules and data, stages, checkpoints and launch."""
+
+from tests._harness import feature_modules as modules
+from tests._harness import feature_parts as parts
+from tests._harness import feature_runs as runs
+from tests._harness.feature import SHARDED, refused, works
+from tests._harness.feature_runs import SMALL, evaluated, fitted
+
+MODULES = [
+    refused(
+        "torch.compile of the LightningModule",
+        "by Lightning; compile its network",
+        parts.compiled_module,
+        "Using a compiled model is incompatible with the current strategy",
+    ),
+    works(
+        "torch.compile of its network",
+        "with the backend `aot_eager`",
+        fitted(prepare=parts.compile_net, case=SMALL),
+    ),
+    works("configure_model", "makes the network", fitted(modules.Late)),
+    works("LightningDataModule", "with two loaders for validation", runs.with_datamodule),
+    works(
+        "IterableDataset",
+        "the same stream on every rank of a group",
+        runs.streamed,
+    ),
+    works(
+        "IterableDataset, data='broadcast'",
+        "read by one rank",
+        runs.streamed,
+        options={"data": "broadcast"},
+    ),
+    refused(
+        "A step that takes a dataloader_iter",
+        "its batches would not be cut",
+        fitted(modules.Iterating),
+        "takes a dataloader_iter: its batches do not pass through the strategy",
+    ),
+]
+
+RUNNING = [
+    works("fit", "with validation", fitted()),
+    works("validate", "all metrics", evaluated("validate")),
+    works("test", "all metrics", evaluated("test")),
+    works("predict", "whole rows in their order, on the first rank", evaluated("predict")),
+    works("Several runs of one Trainer", "fit, validate, test, predict, fit", runs.twice),
+    works(
+        "save_checkpoint and ckpt_path",
+        "saved by all ranks, resumed after an epoch",
+        runs.resumed(),
+    ),
+    works("zero_stage=0", "named", fitted(), options={"zero_stage": 0}),
+    works("zero_stage=3", "parameters sharded over the ranks", fitted(), options=SHARDED),
+    works(
+        "zero_stage=3, save_checkpoint and ckpt_path",
+        "saved by all ranks, resumed after an epoch; equal to 1e-6, because one device reads "
+        "float64 parameters into a module in float32 and converts it later",
+        runs.resumed(),
+        tolerance=1e-6,
+        options=SHARDED,
+    ),
+    works("devices=1", "equal bit by bit", fitted(), world=1, tolerance=0.0),
+    works(
+        "num_nodes",
+        "construction only: two nodes of two, and ranks 2 and 3 on the second",
+        parts.two_nodes,
+        world=1,
+        plain=0,
+    ),
+    works(
+        "torchrun",
+        "construction only: Lightning finds `TorchElasticEnvironment` and the strategy starts "
+        "no processes",
+        parts.torchrun,
+        world=1,
+        plain=0,
+    ),
+    works(
+        "SLURM",
+        "construction only: Lightning finds `SLURMEnvironment`; the strategy starts no processes",
+        parts.slurm,
+        world=1,
+        plain=0,
+    ),
+    refused(
+        "Notebooks",
+        "by Lightning: processes are started as scripts; construction only",
+        parts.notebook,
+        "not compatible with an interactive environment",
+        world=1,
+    ),
+    refused(
+        "The name context_parallel_fork",
+        "by Lightning: there is no such name; construction only",
+        parts.fork,
+        "invalid strategy name",
+        world=1,
+    ),
+    refused(
+        "accelerator='gpu' without a GPU",
+        "by Lightning, as with any strategy; construction only",
+        parts.gpu,
+        "No supported gpu backend found",
+        world=1,
+    ),
+]
