@@ -230,6 +230,11 @@ class Slot:
         self._leave(None)
         self.suspended = 0
 
+    def forget(self, group: Any) -> None:
+        """Forget the forwards of a process group that is given back; none can be differentiated."""
+        for handle in [h for h, bound in self._handles.items() if bound.context.group is group]:
+            del self._handles[handle]
+
     def _leave(self, context: Context | None) -> None:
         self.active = context
         self._in_backward = False

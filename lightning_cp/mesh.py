@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_cp.topology import Coordinates, Topology
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(eq=False, kw_only=True)
 class Mesh:
     """The groups that one rank belongs to.
 
@@ -37,9 +37,10 @@ class Mesh:
         return self.topology.coordinates(self.rank)
 
     def close(self) -> None:
-        """Give the groups back: their threads and files."""
+        """Give the groups back: their threads and files, which end with the last reference."""
         for group in (self.cp, self.meta, self.grad, self.dp):
             dist.destroy_process_group(group)
+        self.cp = self.meta = self.grad = self.dp = None
 
 
 def build_mesh(

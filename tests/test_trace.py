@@ -10,6 +10,7 @@ from lightning_cp import attend
 from lightning_cp.context import SLOT, Context, Sequence
 from lightning_cp.diagnostics.trace import CollectiveCall, CollectiveRecorder, MemoryTracker
 from lightning_cp.layout import contiguous
+from lightning_cp.plan import Ring
 from lightning_cp.swap import Installation
 from tests._harness.pool import Pool
 
@@ -117,7 +118,7 @@ def run_recorder(rank: int, world: int) -> list[list[CollectiveCall]]:
         group=dist.group.WORLD,
         meta=None,
         sequences={"s": Sequence(layout=contiguous(length, world), length=length, batch=1)},
-        exchange="ring",
+        exchange=Ring(head_chunks=1),
     )
     found = []
     q = torch.ones(1, heads, 4, width, dtype=torch.float64, requires_grad=True)

@@ -44,7 +44,7 @@ def test_wrong_model_and_options_of_the_command_line(capfd):
     arguments = ["--config", str(FILES / "overridden.yaml"), "--ranks", "3", "--layout", "zigzag"]
     assert main(["verify", *arguments]) == 1
     out, err = capfd.readouterr()
-    assert "zigzag, ring" in out
+    assert "zigzag, direct" in out
     assert "positions built from the local length" in err
 
 

@@ -169,6 +169,7 @@ class ContextParallelMixin:
     def _close_groups(self) -> None:
         """Give the groups back; nothing uses them any more."""
         if self._mesh is not None:
+            SLOT.forget(self._mesh.cp)
             self._mesh.close()
         self._mesh = None
 

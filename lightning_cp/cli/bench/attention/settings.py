@@ -13,7 +13,7 @@ import torch
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LAYOUTS, Layout
 from lightning_cp.mask import Mask
-from lightning_cp.plan import Plan, build_plan
+from lightning_cp.plan import SCHEDULES, Plan, build_plan
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -141,9 +141,9 @@ class Settings:
     def plan(self, exchange: str, rank: int, *, head_chunks: int | None = None) -> Plan:
         """The plan of a rank."""
         layout = self.whole_layout
-        return build_plan(
-            layout, layout, self.mask, rank=rank, exchange=exchange, head_chunks=head_chunks
-        )
+        make = SCHEDULES[exchange]
+        schedule = make() if head_chunks is None else make(head_chunks=head_chunks)
+        return build_plan(layout, layout, self.mask, rank=rank, exchange=schedule)
 
     def planned_bytes(self, case: Case) -> int:
         """Bytes that all ranks together send in a forward and a backward."""
