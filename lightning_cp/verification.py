@@ -177,6 +177,7 @@ def _parallel(module: nn.Module, given: ContextParallel | None) -> Iterator[Cont
         yield own
     finally:
         own.close()
+        SLOT.forget(mesh.cp)
         mesh.close()
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_cp import ContextParallel
 from lightning_cp.config import Config
+from lightning_cp.context import SLOT
 from lightning_cp.mesh import build_mesh
 from lightning_cp.topology import Topology
 
@@ -31,6 +32,7 @@ def one_group(rank: int, world: int, **options: Any) -> Iterator[ContextParallel
         yield parallel
     finally:
         parallel.close()
+        SLOT.forget(mesh.cp)
         mesh.close()
 
 
