@@ -51,7 +51,7 @@ def attend(
         flow to q, k and v; a second derivative is refused.
 
     Raises:
-        BatchError: if a side of the window is negative.
+        BatchError: if the window is no pair of integers that are at least 0, or None.
         RefusedError: if shapes do not fit, a size is no declared sequence's, or no kernel can
             compute the call.
         PeerError: if another rank failed.

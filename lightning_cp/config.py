@@ -72,7 +72,11 @@ class Config:
             if name == "exchange" and isinstance(value, AllGather | Direct | Ring):
                 continue
             if value not in allowed:
-                raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(allowed)}")
+                made = ", or Direct(), Ring() or AllGather() of lightning_cp.plan"
+                raise ConfigError(
+                    f"{name}={value!r} is unknown; use one of {', '.join(allowed)}"
+                    f"{made if name == 'exchange' else ''}"
+                )
         if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 3):
             raise ConfigError(
                 f"zero_stage={self.zero_stage!r}: use 0 (every rank holds all parameters) or 3 "

@@ -54,7 +54,7 @@ class Mask:
     Raises:
         BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, has another
             number of rows than `keys`, a span of `keys` lies outside `0..kv_length`, or a side
-            of `window` is negative.
+            of `window` is no integer of at least 0.
     """
 
     q_length: int
@@ -194,11 +194,17 @@ def check_window(window: Window | None) -> Window | None:
     """The window, if it is one.
 
     Raises:
-        BatchError: if a side is negative.
+        BatchError: if it is no pair of integers that are at least 0, or None.
     """
-    if any(side is not None and side < 0 for side in window or ()):
+    if window is not None and not (
+        isinstance(window, tuple | list) and len(window) == 2 and all(map(_is_side, window))
+    ):
         raise BatchError(
             f"window={window} must be (left, right): how many keys before and after its own "
             f"position a query sees, each at least 0, or None for no limit"
         )
     return window
+
+
+def _is_side(side: object) -> bool:
+    return side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)

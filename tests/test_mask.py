@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from lightning_cp import attend
 from lightning_cp.errors import BatchError, ContextParallelError
 from lightning_cp.mask import Documents, Mask, Rect, rows_of
 from lightning_cp.spans import Span
@@ -202,3 +203,14 @@ def test_keys_outside_the_sequence_are_refused(span: Span) -> None:
 def test_batch_error_is_a_value_error_of_the_package() -> None:
     assert issubclass(BatchError, ValueError)
     assert issubclass(BatchError, ContextParallelError)
+
+
+@pytest.mark.parametrize(
+    "window", [(-1, None), (0, -2), 3, (1,), (1, 2, 3), ("a", None), (1.5, None), (True, 0)]
+)
+def test_what_is_no_window_is_refused(window: Any) -> None:
+    with pytest.raises(BatchError, match=r"must be \(left, right\)"):
+        Mask(4, 4, window=window)
+    q = torch.zeros(1, 1, 4, 2)
+    with pytest.raises(BatchError, match=r"must be \(left, right\)"):
+        attend(q, q, q, window=window)

@@ -97,7 +97,7 @@ def run_peak(rank: int, world: int, exchange: str, length: int) -> int:
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_peak_falls_with_the_group(pool: Pool) -> None:
-    length = 32768
+    length = 8192
     (alone,) = pool.run(run_peak, "direct", length, world=1, timeout=300)
     for exchange in ("ring", "direct"):
         for world, limit in ((2, 0.57), (4, 0.33)):
