@@ -42,14 +42,14 @@ class Cut(NamedTuple):
 
     Attributes:
         price: keys that travel more, and an estimate for the work that is still missing.
-        index: in the pool.
+        place: its index in the pool.
         at: the part is what lies behind this token, or before it.
         tail: whether it lies behind.
         own: the missing tokens are then the head of the same document.
     """
 
     price: float
-    index: int
+    place: int
     at: int
     tail: bool
     own: bool

@@ -146,7 +146,7 @@ class _Filling:
 
     def _cut(self, cut: Cut) -> int:
         """Give the rank a part of a document, whose number is returned."""
-        rest = self.pool.pop(cut.index)
+        rest = self.pool.pop(cut.place)
         given, left = (rest.start, cut.at), (cut.at, rest.stop)
         if cut.tail:
             given, left = left, given
@@ -160,7 +160,7 @@ class _Filling:
         self.pool.index()
         filler = self.pool.filler(limits.goal_tokens - self.tokens, len(self.pool.rests))
         room = limits.cap_work - self.work
-        count = min(filler.count, bisect_right(self.pool.sum_work, room) - 1)
+        count = min(filler.whole, bisect_right(self.pool.sum_work, room) - 1)
         for rest in self.pool.rests[:count]:
             self._add(Piece(rest.doc, rest.start, rest.stop), rest.work)
         del self.pool.rests[:count]

@@ -1,6 +1,7 @@
 """Layouts by name, for rows of documents: what a batch is cut by."""
 
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ from lightning_cp.balance.planner import plan
 from lightning_cp.balance.problem import Problem
 from lightning_cp.balance.work import Causal, Work
 from lightning_cp.layout import LAYOUTS, Layout, per_document_zigzag
-from lightning_cp.spans import Spans, total, union
+from lightning_cp.spans import Spans, union
 
 DOCUMENT_LAYOUTS = ("balanced", "per_document_zigzag")
 """Names of the layouts that look at documents; those of `LAYOUTS` do not."""
@@ -27,13 +28,17 @@ class Padding(NamedTuple):
     multiple: int = 1
 
 
+NO_PADDING = Padding()
+"""Layouts of the length of the row."""
+
+
 def layout_of(
     choice: str | Balanced,
     lengths: Sequence[int],
     world: int,
     *,
     work: Work | None = None,
-    padding: Padding = Padding(),
+    padding: Padding = NO_PADDING,
 ) -> Layout:
     """The layout of a row; a pure function, so that every rank finds the same.
 
@@ -105,8 +110,11 @@ def padded(layout: Layout, padding: Padding) -> Layout:
     more = -(layout.length + sum(added)) % padding.multiple
     if not sum(added) + more:
         return layout
+    fullness = [(sizes[rank] + added[rank], rank) for rank in range(layout.world)]
+    heapify(fullness)
     for _ in range(more):
-        rank = min(range(layout.world), key=lambda rank: (sizes[rank] + added[rank], rank))
+        size, rank = fullness[0]
+        heapreplace(fullness, (size + 1, rank))
         added[rank] += 1
     ends = [layout.length, *(layout.length + n for n in accumulate(added))]
     spans: list[Spans] = [

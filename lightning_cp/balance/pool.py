@@ -13,12 +13,12 @@ class Filler(NamedTuple):
 
     Attributes:
         work: their work.
-        count: so many of the smallest documents, whole.
+        whole: so many of the smallest documents, whole.
         tokens: so many tokens more, the head of another document.
     """
 
     work: int
-    count: int
+    whole: int
     tokens: int
 
 
