@@ -65,9 +65,12 @@ class Cutter:
         held: work and tokens that the rank has already.
     """
 
-    def __init__(self, problem: Problem, pool: Pool, limits: Limits, held: tuple[int, int]) -> None:
+    def __init__(
+        self, problem: Problem, pool: Pool, limits: Limits, held: tuple[int, int], lack: float
+    ) -> None:
         self.problem, self.pool, self.limits = problem, pool, limits
         self.work, self.tokens = held
+        self.lack = lack
 
     def best(self, *, only_longest: bool) -> Cut | None:
         """The cheapest cut, None where there is none."""
@@ -152,5 +155,5 @@ class Cutter:
 
     def _lack(self, work: int) -> float:
         """What the work that is still missing will cost: the head of a document that has it."""
-        price = sqrt(2 * max(self.limits.goal_work - work, 0))
+        price = self.lack * sqrt(2 * max(self.limits.goal_work - work, 0))
         return price + NEVER if work < self.limits.low_work else price

@@ -20,12 +20,14 @@ class Style(NamedTuple):
         work: how far from its share towards its cap a rank's work is filled up, from 0 to 1. What
             is given to the first ranks beyond their share is room to spare for the last.
         tokens: the same for its tokens.
-        longest: where the longest document fits on no rank, it is the first to be cut.
+        longest: where the longest document does not fit, it is the first to be cut.
+        lack: weight of the work that a cut leaves missing, against the keys that travel.
     """
 
     work: float
     tokens: float
     longest: bool = True
+    lack: float = 1.0
 
 
 def fill(problem: Problem, style: Style) -> Held:
@@ -93,9 +95,17 @@ class _Filling:
         self._whole(limits)
         for _ in range(CUTS):
             self.pool.index()
-            if self.work >= min(limits.fair_work, limits.goal_work) or not self.pool.rests:
+            if (
+                self.work
+                >= min(
+                    limits.fair_work + 0.5 * (limits.goal_work - limits.fair_work), limits.goal_work
+                )
+                or not self.pool.rests
+            ):
                 break
-            cutter = Cutter(self.problem, self.pool, limits, (self.work, self.tokens))
+            cutter = Cutter(
+                self.problem, self.pool, limits, (self.work, self.tokens), self.style.lack
+            )
             cut = cutter.best(only_longest=self.style.longest and not self.pieces)
             if cut is None:
                 break
