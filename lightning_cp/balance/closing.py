@@ -7,15 +7,17 @@ from lightning_cp.balance.pool import Pool
 from lightning_cp.balance.problem import Piece, Rest
 
 
-def mirrored(pool: Pool, part: float) -> Iterator[tuple[Piece, int]]:
-    """Take a head and a tail of everything in the pool: a part of its tokens and of its work.
+def mirrored(pool: Pool, part: float, small: tuple[float, float]) -> Iterator[tuple[Piece, int]]:
+    """Take a part of the work and of the tokens of everything in the pool.
 
-    What is left has the same ratio of work to tokens as before, so that the caps can be kept by
-    going on like this.
+    Of n small documents so many whole ones, of each of the others a head and a tail. What is left
+    has the same ratio of work to tokens as before, so that the caps can be kept by going on like
+    this.
 
     Args:
         pool: what is left; changed.
         part: between 0 and 1.
+        small: work and tokens up to which a document is not cut.
 
     Yields:
         Pieces with their work.
@@ -23,15 +25,19 @@ def mirrored(pool: Pool, part: float) -> Iterator[tuple[Piece, int]]:
     rests, pool.rests = pool.rests, []
     owed_tokens = owed_work = 0.0  # what rounding left over so far
     for rest in rests:
-        owed_tokens += (rest.stop - rest.start) * part
+        size = rest.stop - rest.start
+        owed_tokens += size * part
         owed_work += rest.work * part
-        tokens = min(int(owed_tokens), rest.stop - rest.start)
-        low, high = _ends(pool, rest, tokens, owed_work)
-        owed_tokens -= tokens
+        if rest.work <= small[0] and size <= small[1]:
+            whole = owed_work / rest.work + owed_tokens / size >= 1
+            low, high = (rest.stop, rest.stop) if whole else (rest.start, rest.stop)
+        else:
+            low, high = _ends(pool, rest, min(max(int(owed_tokens), 0), size), owed_work)
         for start, stop in ((rest.start, low), (high, rest.stop)):
             if start < stop:
                 work = pool.pairs(rest, start, stop)
                 owed_work -= work
+                owed_tokens -= stop - start
                 yield Piece(rest.doc, start, stop), work
         if low < high:
             pool.add(Rest(pool.pairs(rest, low, high), rest.doc, low, high))

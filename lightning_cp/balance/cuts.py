@@ -23,16 +23,17 @@ NEVER = 1e18
 
 
 class Limits(NamedTuple):
-    """What a rank may have, is filled up to, should not fall below, and must have.
+    """Work and tokens of a rank: the most, its share, and the least.
 
-    `low` is what the ranks that come later cannot take over.
+    Work is filled up to the most, tokens up to a goal. The least is what the ranks that come later
+    cannot take over.
     """
 
     cap_work: float
     cap_tokens: float
-    goal_work: float
     goal_tokens: float
     fair_work: float
+    fair_tokens: float
     low_work: float
     low_tokens: float
 
@@ -77,7 +78,7 @@ class Cutter:
         last = len(self.pool.rests) - 1
         if only_longest:
             return min(self._tails(last), default=None)
-        first = bisect_left(self.pool.rests, (self.limits.goal_work - self.work,))
+        first = bisect_left(self.pool.rests, (self.limits.cap_work - self.work,))
         some = range(first, min(first + TRIES, last + 1))
         indices = sorted({*some, *range(max(first, last - 1), last + 1), last})
         cuts = [cut for index in indices for cut in self._tails(index)]
@@ -92,25 +93,26 @@ class Cutter:
                 yield cut
 
     def _tail(self, index: int, own: bool) -> Cut | None:
-        rest, goal = self.pool.rests[index], self.limits.goal_work
-        low = max(rest.start, rest.stop - int(self.limits.cap_tokens - self.tokens))
-        at = bisect_left(
+        rest, limits, least = self.pool.rests[index], self.limits, self.problem.min_piece
+
+        def work(at: int) -> int:
+            return self._with_tail(index, rest, at, own)[0]
+
+        first = max(rest.start, rest.stop - int(limits.cap_tokens - self.tokens))
+        fits = bisect_left(
             range(rest.stop),
             True,
-            lo=min(low, rest.stop),
-            key=lambda at: self._with_tail(index, rest, at, own)[0] <= goal,
+            lo=min(first, rest.stop),
+            key=lambda at: work(at) <= limits.cap_work,
         )
-        least = self.problem.min_piece
-        at = max(at, rest.start + least)
-        enough = max(self.limits.low_work, min(self.limits.fair_work, goal))
-        at = round_up(
-            at, self.problem.align, lambda x: self._with_tail(index, rest, x, own)[0] >= enough
-        )
+        enough = max(limits.low_work, limits.fair_work)
+        at = max(fits, rest.start + least)
+        at = round_up(at, self.problem.align, lambda at: work(at) >= enough)
         if at > rest.stop - least:
             return None
-        work, head, short = self._with_tail(index, rest, at, own)
+        total, head, short = self._with_tail(index, rest, at, own)
         travels = self.problem.work.crossing(self.problem.lengths[rest.doc], at)
-        return Cut(travels + head + 2 * short + self._lack(work), index, at, True, own)
+        return Cut(travels + head + 2 * short + self._lack(total), index, at, True, own)
 
     def _with_tail(self, index: int, rest: Rest, at: int, own: bool) -> tuple[int, int, int]:
         """Work with a tail and its ballast, keys that the ballast moves, tokens still missing."""
@@ -138,10 +140,10 @@ class Cutter:
         """The head that has the work that is missing."""
         rest = self.pool.rests[index]
         length, mask = self.problem.lengths[rest.doc], self.problem.work
-        pairs = mask.before(length, rest.start) + int(self.limits.goal_work - self.work)
+        pairs = mask.before(length, rest.start) + int(self.limits.cap_work - self.work)
         room = rest.start + int(self.limits.cap_tokens - self.tokens)
         at = min(mask.fitting(length, pairs), room, rest.stop - self.problem.min_piece)
-        enough = max(self.limits.low_work, min(self.limits.fair_work, self.limits.goal_work))
+        enough = max(self.limits.low_work, self.limits.fair_work)
         at = round_down(
             at,
             self.problem.align,
@@ -155,5 +157,5 @@ class Cutter:
 
     def _lack(self, work: int) -> float:
         """What the work that is still missing will cost: the head of a document that has it."""
-        price = self.lack * sqrt(2 * max(self.limits.goal_work - work, 0))
+        price = self.lack * sqrt(2 * max(self.limits.cap_work - work, 0))
         return price + NEVER if work < self.limits.low_work else price

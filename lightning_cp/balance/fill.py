@@ -12,19 +12,22 @@ from lightning_cp.balance.rounding import round_down
 CUTS = 6
 """How many documents are cut for one rank, at most."""
 
+SMALL = 0.3
+"""Part of the room between share and cap up to which a document is not cut to close a rank."""
+
 
 class Style(NamedTuple):
     """How ranks are filled.
 
+    Work is filled up to the cap, for what the first ranks take beyond their share is room to
+    spare for the last.
+
     Attributes:
-        work: how far from its share towards its cap a rank's work is filled up, from 0 to 1. What
-            is given to the first ranks beyond their share is room to spare for the last.
-        tokens: the same for its tokens.
+        tokens: how far from its share towards its cap a rank's tokens are filled up, from 0 to 1.
         longest: where the longest document does not fit, it is the first to be cut.
         lack: weight of the work that a cut leaves missing, against the keys that travel.
     """
 
-    work: float
     tokens: float
     longest: bool = True
     lack: float = 1.0
@@ -59,8 +62,7 @@ class _Filling:
             if self.work < limits.low_work or self.tokens < limits.low_tokens:
                 self._start()
                 self.pool.rests = before
-                for piece, work in mirrored(self.pool, shares[rank] / (shares[rank] + later)):
-                    self._add(piece, work)
+                self._close(limits, shares[rank] / (shares[rank] + later))
             held[rank] = self.pieces
             rest_work -= self.work
             rest_tokens -= self.tokens
@@ -71,19 +73,29 @@ class _Filling:
         self.work = self.tokens = 0
         self.pieces = []
 
+    def _close(self, limits: Limits, part: float) -> None:
+        """Fill the rank with a part of everything."""
+        small = (
+            SMALL * (limits.cap_work - limits.fair_work),
+            SMALL * (limits.cap_tokens - limits.fair_tokens),
+        )
+        for piece, work in mirrored(self.pool, part, small):
+            self._add(piece, work)
+
     def _limits(self, share: float, later: float, work: int, tokens: int) -> Limits:
         """Of a rank with a share, where so much is left and ranks of the share `later` follow."""
-        found = []
-        for total, rest, cap, style in (
-            (self.pairs, work, self.problem.caps[0], self.style.work),
-            (self.all_tokens, tokens, self.problem.caps[1], self.style.tokens),
-        ):
-            fair = share * total
-            low = rest - later * total * cap
-            goal = min(max(low, fair * (1 + style * (cap - 1))), fair * cap)
-            found.append((fair * cap, goal, fair, low))
-        (cap_work, goal_work, fair, low_work), (cap_tokens, goal_tokens, _, low_tokens) = found
-        return Limits(cap_work, cap_tokens, goal_work, goal_tokens, fair, low_work, low_tokens)
+        (cap_work, cap_tokens), fair_tokens = self.problem.caps, share * self.all_tokens
+        low_tokens = tokens - later * self.all_tokens * cap_tokens
+        goal = max(low_tokens, fair_tokens * (1 + self.style.tokens * (cap_tokens - 1)))
+        return Limits(
+            cap_work=share * self.pairs * cap_work,
+            cap_tokens=fair_tokens * cap_tokens,
+            goal_tokens=min(goal, fair_tokens * cap_tokens),
+            fair_work=share * self.pairs,
+            fair_tokens=fair_tokens,
+            low_work=work - later * self.pairs * cap_work,
+            low_tokens=low_tokens,
+        )
 
     def _add(self, piece: Piece, work: int) -> None:
         self.pieces.append(piece)
@@ -93,15 +105,10 @@ class _Filling:
     def _fill(self, limits: Limits) -> None:
         self.pool.index()
         self._whole(limits)
+        enough = (limits.fair_work + limits.cap_work) / 2
         for _ in range(CUTS):
             self.pool.index()
-            if (
-                self.work
-                >= min(
-                    limits.fair_work + 0.5 * (limits.goal_work - limits.fair_work), limits.goal_work
-                )
-                or not self.pool.rests
-            ):
+            if self.work >= enough or not self.pool.rests:
                 break
             cutter = Cutter(
                 self.problem, self.pool, limits, (self.work, self.tokens), self.style.lack
@@ -147,12 +154,12 @@ class _Filling:
         work = self.work + rest.work
         if tokens > limits.cap_tokens:
             return False
-        if work + self.pool.filled(limits.goal_tokens - tokens, index) > limits.goal_work:
+        if work + self.pool.filled(limits.goal_tokens - tokens, index) > limits.cap_work:
             return False
         longest = rests[-1] if index < len(rests) - 1 else rests[index - 1]
         room = max(longest.start, longest.stop - int(limits.cap_tokens - tokens))
         most = work + self.pool.pairs(longest, room, longest.stop)
-        return most >= min(limits.goal_work, limits.low_work)
+        return most >= limits.low_work
 
     def _cut(self, cut: Cut) -> int:
         """Give the rank a part of a document, whose number is returned."""

@@ -10,12 +10,12 @@ from lightning_cp.balance.fill import Style, fill
 from lightning_cp.balance.problem import Held, Piece, Problem, loads
 
 STYLES = (
-    Style(1.0, 0.0, lack=0.5),
-    Style(1.0, 0.0, lack=2.0),
-    Style(1.0, 1.0),
-    Style(1.0, 0.5),
-    Style(1.0, 0.0, longest=False),
-    Style(1.0, 1.0, longest=False),
+    Style(0.0, lack=0.5),
+    Style(0.0, lack=2.0),
+    Style(1.0),
+    Style(0.5),
+    Style(0.0, longest=False),
+    Style(1.0, longest=False),
 )
 """Each finds the best plan of some rows."""
 

@@ -20,7 +20,7 @@ class Work(Protocol):
         ...
 
     def crossing(self, length: int, cut: int) -> int:
-        """Keys that travel where `0..cut` and `cut..length` lie on two ranks."""
+        """Keys that travel where `0..cut` and `cut..length` lie on two ranks; neither is empty."""
         ...
 
     def reach(self, length: int, start: int, stop: int) -> tuple[int, int]:
