@@ -7,7 +7,9 @@ from lightning_cp.balance.pool import Pool
 from lightning_cp.balance.problem import Piece, Rest
 
 
-def mirrored(pool: Pool, part: float, small: tuple[float, float]) -> Iterator[tuple[Piece, int]]:
+def mirrored(
+    pool: Pool, part: float, *, small: tuple[float, float], align: int
+) -> Iterator[tuple[Piece, int]]:
     """Take a part of the work and of the tokens of everything in the pool.
 
     Of n small documents so many whole ones, of each of the others a head and a tail. What is left
@@ -18,6 +20,7 @@ def mirrored(pool: Pool, part: float, small: tuple[float, float]) -> Iterator[tu
         pool: what is left; changed.
         part: between 0 and 1.
         small: work and tokens up to which a document is not cut.
+        align: cuts lie on multiples of this.
 
     Yields:
         Pieces with their work.
@@ -32,7 +35,8 @@ def mirrored(pool: Pool, part: float, small: tuple[float, float]) -> Iterator[tu
             whole = owed_work / rest.work + owed_tokens / size >= 1
             low, high = (rest.stop, rest.stop) if whole else (rest.start, rest.stop)
         else:
-            low, high = _ends(pool, rest, min(max(int(owed_tokens), 0), size), owed_work)
+            tokens = min(max(int(owed_tokens), 0), size)
+            low, high = _rounded(*_ends(pool, rest, tokens, owed_work), rest, align)
         for start, stop in ((rest.start, low), (high, rest.stop)):
             if start < stop:
                 work = pool.pairs(rest, start, stop)
@@ -42,6 +46,13 @@ def mirrored(pool: Pool, part: float, small: tuple[float, float]) -> Iterator[tu
         if low < high:
             pool.add(Rest(pool.pairs(rest, low, high), rest.doc, low, high))
     pool.index()
+
+
+def _rounded(low: int, high: int, rest: Rest, align: int) -> tuple[int, int]:
+    """The nearest multiples of `align`, or the ends of the rest."""
+    low, high = (round(end / align) * align for end in (low, high))
+    low = min(max(low, rest.start), rest.stop)
+    return low, min(max(high, low), rest.stop)
 
 
 def _ends(pool: Pool, rest: Rest, tokens: int, most: float) -> tuple[int, int]:

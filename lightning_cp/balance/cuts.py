@@ -105,8 +105,9 @@ class Cutter:
             lo=min(first, rest.stop),
             key=lambda at: work(at) <= limits.cap_work,
         )
-        enough = max(limits.low_work, limits.fair_work)
         at = max(fits, rest.start + least)
+        enough = limits.fair_work if work(at) >= limits.fair_work else 0.0
+        enough = max(limits.low_work, enough)
         at = round_up(at, self.problem.align, lambda at: work(at) >= enough)
         if at > rest.stop - least:
             return None

@@ -60,9 +60,7 @@ class _Filling:
             self._start()
             self._fill(limits)
             if self.work < limits.low_work or self.tokens < limits.low_tokens:
-                self._start()
-                self.pool.rests = before
-                self._close(limits, shares[rank] / (shares[rank] + later))
+                self._close(limits, shares[rank] / (shares[rank] + later), before)
             held[rank] = self.pieces
             rest_work -= self.work
             rest_tokens -= self.tokens
@@ -73,14 +71,24 @@ class _Filling:
         self.work = self.tokens = 0
         self.pieces = []
 
-    def _close(self, limits: Limits, part: float) -> None:
-        """Fill the rank with a part of everything."""
+    def _close(self, limits: Limits, part: float, rests: list[Rest]) -> None:
+        """Fill the rank with a part of everything, with cuts as coarse as its limits allow."""
         small = (
             SMALL * (limits.cap_work - limits.fair_work),
             SMALL * (limits.cap_tokens - limits.fair_tokens),
         )
-        for piece, work in mirrored(self.pool, part, small):
-            self._add(piece, work)
+        align = self.problem.align
+        while True:
+            self._start()
+            self.pool.rests = list(rests)
+            for piece, work in mirrored(self.pool, part, small=small, align=align):
+                self._add(piece, work)
+            kept = limits.low_work <= self.work <= limits.cap_work and (
+                limits.low_tokens <= self.tokens <= limits.cap_tokens
+            )
+            if kept or align == 1:
+                return
+            align = max(1, align // 4)
 
     def _limits(self, share: float, later: float, work: int, tokens: int) -> Limits:
         """Of a rank with a share, where so much is left and ranks of the share `later` follow."""
@@ -105,10 +113,9 @@ class _Filling:
     def _fill(self, limits: Limits) -> None:
         self.pool.index()
         self._whole(limits)
-        enough = (limits.fair_work + limits.cap_work) / 2
         for _ in range(CUTS):
             self.pool.index()
-            if self.work >= enough or not self.pool.rests:
+            if self.work >= limits.fair_work or not self.pool.rests:
                 break
             cutter = Cutter(
                 self.problem, self.pool, limits, (self.work, self.tokens), self.style.lack
@@ -157,9 +164,14 @@ class _Filling:
         if work + self.pool.filled(limits.goal_tokens - tokens, index) > limits.cap_work:
             return False
         longest = rests[-1] if index < len(rests) - 1 else rests[index - 1]
-        room = max(longest.start, longest.stop - int(limits.cap_tokens - tokens))
-        most = work + self.pool.pairs(longest, room, longest.stop)
-        return most >= limits.low_work
+        return work + self._most(longest, int(limits.cap_tokens - tokens)) >= limits.low_work
+
+    def _most(self, longest: Rest, tokens: int) -> float:
+        """About the most work that so many tokens of the longest documents have."""
+        size = longest.stop - longest.start
+        if tokens < size:
+            return self.pool.pairs(longest, longest.stop - tokens, longest.stop)
+        return longest.work * tokens / size
 
     def _cut(self, cut: Cut) -> int:
         """Give the rank a part of a document, whose number is returned."""
