@@ -106,8 +106,7 @@ class Cutter:
             key=lambda at: work(at) <= limits.cap_work,
         )
         at = max(fits, rest.start + least)
-        enough = limits.fair_work if work(at) >= limits.fair_work else 0.0
-        enough = max(limits.low_work, enough)
+        enough = self._enough(work(at))
         at = round_up(at, self.problem.align, lambda at: work(at) >= enough)
         if at > rest.stop - least:
             return None
@@ -139,22 +138,29 @@ class Cutter:
 
     def _head(self, index: int) -> Cut | None:
         """The head that has the work that is missing."""
-        rest = self.pool.rests[index]
+        rest, limits, least = self.pool.rests[index], self.limits, self.problem.min_piece
         length, mask = self.problem.lengths[rest.doc], self.problem.work
-        pairs = mask.before(length, rest.start) + int(self.limits.cap_work - self.work)
-        room = rest.start + int(self.limits.cap_tokens - self.tokens)
-        at = min(mask.fitting(length, pairs), room, rest.stop - self.problem.min_piece)
-        enough = max(self.limits.low_work, self.limits.fair_work)
-        at = round_down(
-            at,
-            self.problem.align,
-            lambda x: self.work + self.pool.pairs(rest, rest.start, x) >= enough,
-        )
-        if at < rest.start + self.problem.min_piece:
+
+        def work(at: int) -> int:
+            return self.work + self.pool.pairs(rest, rest.start, at)
+
+        pairs = mask.before(length, rest.start) + int(limits.cap_work - self.work)
+        room = rest.start + int(limits.cap_tokens - self.tokens)
+        at = min(mask.fitting(length, pairs), room, rest.stop - least)
+        if at < rest.start + least:
             return None
-        work = self.work + self.pool.pairs(rest, rest.start, at)
-        short = max(0.0, self.limits.goal_tokens - self.tokens - (at - rest.start))
-        return Cut(mask.crossing(length, at) + short + self._lack(work), index, at, False, False)
+        enough = self._enough(work(at))
+        at = round_down(at, self.problem.align, lambda at: work(at) >= enough)
+        if at < rest.start + least:
+            return None
+        short = max(0.0, limits.goal_tokens - self.tokens - (at - rest.start))
+        travels = mask.crossing(length, at)
+        return Cut(travels + short + self._lack(work(at)), index, at, False, False)
+
+    def _enough(self, work: int) -> float:
+        """Work that a cut has to leave when it is rounded, where it has `work` as it is."""
+        fair = self.limits.fair_work if work >= self.limits.fair_work else 0.0
+        return max(self.limits.low_work, fair)
 
     def _lack(self, work: int) -> float:
         """What the work that is still missing will cost: the head of a document that has it."""
