@@ -6,7 +6,7 @@ and `CostModel` predicts the time of a step.
 
 from lightning_cp.balance.bounds import least_received
 from lightning_cp.balance.cost import CostModel
-from lightning_cp.balance.layouts import DOCUMENT_LAYOUTS, Padding, balanced, layout_of
+from lightning_cp.balance.layouts import DOCUMENT_LAYOUTS, Padding, balanced, layout_of, pieces_of
 from lightning_cp.balance.options import Balanced
 from lightning_cp.balance.planner import plan
 from lightning_cp.balance.problem import Loads, Piece, Problem, loads
@@ -27,6 +27,7 @@ __all__ = [
     "layout_of",
     "least_received",
     "loads",
+    "pieces_of",
     "plan",
     "work_of",
 ]

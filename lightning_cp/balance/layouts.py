@@ -1,5 +1,6 @@
 """Layouts by name, for rows of documents: what a batch is cut by."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 from itertools import accumulate, pairwise
@@ -7,7 +8,7 @@ from typing import NamedTuple
 
 from lightning_cp.balance.options import Balanced
 from lightning_cp.balance.planner import plan
-from lightning_cp.balance.problem import Problem
+from lightning_cp.balance.problem import Held, Piece, Problem
 from lightning_cp.balance.work import Causal, Work
 from lightning_cp.layout import LAYOUTS, Layout, per_document_zigzag
 from lightning_cp.spans import Spans, union
@@ -96,6 +97,31 @@ def balanced(
             for pieces in plan(problem, options.cost())
         ),
     )
+
+
+def pieces_of(layout: Layout, lengths: Sequence[int]) -> Held:
+    """What every rank of a layout holds of every document; dummies are left out.
+
+    Args:
+        layout: any layout of the row.
+        lengths: tokens of every document, in the order of the row.
+    """
+    documents = [
+        (doc, start, stop)
+        for doc, (start, stop) in enumerate(pairwise([0, *accumulate(lengths)]))
+        if start < stop
+    ]
+    stops = [stop for _, _, stop in documents]
+    held: Held = []
+    for spans in layout.spans:
+        own = []
+        for low, high in spans:
+            for doc, start, stop in documents[bisect_right(stops, low) :]:
+                if start >= high:
+                    break
+                own.append(Piece(doc, max(low, start) - start, min(high, stop) - start))
+        held.append(own)
+    return held
 
 
 def padded(layout: Layout, padding: Padding) -> Layout:
