@@ -1,6 +1,7 @@
 """Fill one rank after the other: whole documents, a cut where work is missing, then ballast."""
 
 from bisect import bisect_right
+from math import fsum
 from typing import NamedTuple
 
 from lightning_cp.balance.closing import mirrored
@@ -54,7 +55,7 @@ class _Filling:
         order = sorted(range(len(shares)), key=lambda rank: (-shares[rank], rank))
         rest_work, rest_tokens = self.pairs, self.all_tokens
         for place, rank in enumerate(order[:-1], 1):
-            later = sum(shares[other] for other in order[place:])
+            later = fsum(shares[other] for other in order[place:])
             limits = self._limits(shares[rank], later, rest_work, rest_tokens)
             before = list(self.pool.rests)
             self._start()

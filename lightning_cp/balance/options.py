@@ -1,6 +1,7 @@
 """The options of the balanced layout."""
 
 from dataclasses import dataclass, fields
+from math import fsum
 from typing import Any, ClassVar
 
 from lightning_cp.balance.cost import CostModel, cost_model
@@ -85,7 +86,7 @@ class Balanced:
                 f"rank_speed has {len(speed)} speeds, the context-parallel group has {world} "
                 f"ranks; give one speed for every rank of the group, in order"
             )
-        return tuple(x / sum(speed) for x in speed)
+        return tuple(x / fsum(speed) for x in speed)
 
 
 def _is_number(value: Any) -> bool:

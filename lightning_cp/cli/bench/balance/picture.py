@@ -15,7 +15,6 @@ COLORS = {
     "zigzag": "#9aa5b1",
     "per_document_zigzag": "#1971c2",
     "balanced": "#d9480f",
-    "balanced_exact": "#f08c00",
 }
 PANELS = (
     ("work_max_over_mean_avg", "work of the busiest rank / mean", "work_max_over_mean_worst"),
@@ -34,7 +33,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         _bars(axes, rows, name, worst)
         axes.set_title(title, loc="left", color=INK, fontsize=11)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle("Layouts of packed rows, lengths of real files", color=INK, fontsize=13)
     figure.savefig(path)
 
@@ -44,10 +43,10 @@ def _bars(axes: Any, rows: Sequence[Row], name: str, worst: str | None) -> None:
     width = 0.8 / len(COLORS)
     for place, (layout, color) in enumerate(COLORS.items()):
         own = [row for row in rows if row.layout == layout]
-        at = [settings.index((row.tokens, row.ranks)) + width * (place - 2) for row in own]
+        at = [settings.index((row.tokens, row.ranks)) + width * (place - 1.5) for row in own]
         values = [getattr(row, name) for row in own]
         bars = axes.bar(at, values, width=width, color=color, label=layout)
-        axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=6, color=INK, padding=2)
+        axes.bar_label(bars, [f"{value:.2f}" for value in values], fontsize=7, color=INK, padding=2)
         if worst is not None:
             axes.scatter(at, [getattr(row, worst) for row in own], s=9, color=MARK, marker="_")
     axes.set_xticks(range(len(settings)), [f"{n // 1024}k, {ranks}" for n, ranks in settings])
