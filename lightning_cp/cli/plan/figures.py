@@ -9,6 +9,7 @@ from typing import Any
 from lightning_cp.balance import (
     DOCUMENT_LAYOUTS,
     Balanced,
+    Causal,
     CostModel,
     Loads,
     Piece,
@@ -19,7 +20,6 @@ from lightning_cp.balance import (
     loads,
     pieces_of,
 )
-from lightning_cp.balance.work import Causal
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LAYOUTS
 
