@@ -164,6 +164,7 @@ class ContextParallel:
         takes_positions, as_transformers = self._traits(module)
         rules = Rules(
             layout=layout,
+            adaptive=self.config.layout == "auto",
             work=self._work(),
             sequence_dims=self.config.sequence_dims,
             takes_positions=takes_positions,
@@ -171,7 +172,7 @@ class ContextParallel:
             as_transformers=as_transformers,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
-        return Share(rules, _name(layout), self.rank, self.world)
+        return Share(rules, self.rank, self.world)
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
         share = self.share(module)

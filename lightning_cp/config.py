@@ -37,8 +37,8 @@ class Config:
     Attributes:
         layout: which positions a rank holds: "contiguous"; "zigzag"; "per_document_zigzag", zigzag
             within every document; "balanced", short documents whole on one rank and long ones on
-            as few as even work and tokens allow; "auto"; or `lightning_cp.balance.Balanced` with
-            options.
+            as few as even work and tokens allow; "auto", for every batch what suits it; or
+            `lightning_cp.balance.Balanced` with options.
         exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
             "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.

@@ -19,13 +19,11 @@ class Share(NamedTuple):
 
     Attributes:
         rules: how batches are cut.
-        layout: name of the layout.
         rank: rank within the context-parallel group.
         world: size of the group.
     """
 
     rules: Rules
-    layout: str
     rank: int
     world: int
 
@@ -122,7 +120,7 @@ def sharded(batch: Any, part: Cut, share: Share, *, code: int | None = None) -> 
     """
     return ShardedBatch(
         part,
-        layout=share.layout,
+        layout=part.layout,
         rank=share.rank,
         world=share.world,
         code=content_code(batch) if code is None else code,
@@ -139,7 +137,7 @@ class ContextParallelCollate:
 
     Make it in `train_dataloader()` or later, when the sizes are known. Hooks that work on the batch
     before or after its transfer then see the cut batch inside a `ShardedBatch`. The layout "auto"
-    is zigzag here.
+    is zigzag here, or balanced for packed rows, as for causal attention.
 
     Args:
         strategy: the Trainer's `ContextParallelStrategy`, or a `ContextParallel`.

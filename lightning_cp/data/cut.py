@@ -8,7 +8,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lightning_cp.balance import DOCUMENT_LAYOUTS, Balanced, Padding, Work, layout_of
+from lightning_cp.balance import (
+    DOCUMENT_LAYOUTS,
+    Balanced,
+    Causal,
+    CostModel,
+    Padding,
+    Work,
+    fastest,
+    layout_of,
+)
 from lightning_cp.context import Sequence
 from lightning_cp.data.containers import children, items, join, last, rebuilt
 from lightning_cp.data.documents import find_documents
@@ -34,12 +43,14 @@ class Cut:
         fields: what was cut.
         sequence: layout, real length and padding.
         added: names of fields that were added.
+        layout: name of the layout.
     """
 
     batch: Any
     fields: Fields
     sequence: Sequence
     added: tuple[str, ...]
+    layout: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +59,8 @@ class Rules:
 
     Attributes:
         layout: name of the layout, or `Balanced` with options.
+        adaptive: a row of several documents gets the layout "balanced" instead where that is
+            predicted to take less time.
         work: what attention is expected to cost, causal where not given; only "balanced" asks.
         sequence_dims: declared sequence dimensions.
         takes_positions: whether the model takes `position_ids`.
@@ -58,6 +71,7 @@ class Rules:
     """
 
     layout: str | Balanced
+    adaptive: bool = False
     work: Work | None = None
     sequence_dims: SequenceDims | None = None
     takes_positions: bool = False
@@ -91,7 +105,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         positions = torch.arange(fields.length, device=values[next(iter(dims))].device)
         values[name] = positions.expand(fields.batch, -1)
     dims.update(dict.fromkeys(added, 1))
-    layout = _layout(fields, documents, rules, world)
+    choice, layout = _layout(fields, documents, rules, world)
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
         values[name] = layout.shard(whole, rank=rank, dim=dim)
@@ -103,7 +117,8 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         as_transformers=rules.as_transformers and rules.documents == "auto",
         keys=keys,
     )
-    return Cut(rebuilt(batch, values), fields, sequence, added)
+    name = choice if isinstance(choice, str) else choice.name
+    return Cut(rebuilt(batch, values), fields, sequence, added, name)
 
 
 def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str, ...]:
@@ -125,8 +140,10 @@ def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str,
     return tuple(dict.fromkeys(found))
 
 
-def _layout(fields: Fields, documents: Documents | None, rules: Rules, world: int) -> Layout:
-    """The layout of the sequence: real tokens, then dummies."""
+def _layout(
+    fields: Fields, documents: Documents | None, rules: Rules, world: int
+) -> tuple[str | Balanced, Layout]:
+    """Which layout the sequence has, and that layout: real tokens, then dummies."""
     own = rows_of(documents)
     by_document = isinstance(rules.layout, Balanced) or rules.layout in DOCUMENT_LAYOUTS
     if own and by_document:
@@ -137,9 +154,13 @@ def _layout(fields: Fields, documents: Documents | None, rules: Rules, world: in
             f"use layout='zigzag'"
         )
     edges = (0, fields.length) if own or documents is None else cast(Edges, documents)
-    lengths = [stop - start for start, stop in pairwise(edges)]
+    lengths = tuple(stop - start for start, stop in pairwise(edges))
     padding = Padding(MIN_ROWS, rules.pad_to_multiple_of or 1)
-    return layout_of(rules.layout, lengths, world, work=rules.work, padding=padding)
+    choice = rules.layout
+    if rules.adaptive and isinstance(choice, str) and len(lengths) > 1:
+        work = rules.work or Causal()
+        choice = fastest((choice, "balanced"), lengths, world, work, CostModel())
+    return choice, layout_of(choice, lengths, world, work=rules.work, padding=padding)
 
 
 def _filled(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:

@@ -61,8 +61,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             optimizers are sharded over all ranks (FSDP2) and gathered block by block.
         layout: which tokens a rank holds: "zigzag" (even work for causal attention), "contiguous",
             "balanced" (for packed rows: even work and tokens, short documents whole on one rank,
-            long ones on few), "per_document_zigzag", or "auto": zigzag, and contiguous once a step
-            made no causal call. `lightning_cp.balance.Balanced` takes options.
+            long ones on few), "per_document_zigzag", or "auto": zigzag, contiguous once a step made
+            no causal call, and balanced for a row of several documents where that is predicted to
+            take less time. `lightning_cp.balance.Balanced` takes options.
         exchange: how keys and values travel: "direct" (exactly what a rank's queries see, from the
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
             of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or

@@ -96,11 +96,12 @@ def run_steps(rank: int, world: int, layout: str | Balanced, rows: int) -> bytes
 @pytest.mark.parametrize(
     ("world", "layout", "rows"),
     rotated(
-        [2, 3, 4],
+        [2, 3, 4, 4],
         [
             ("balanced", 1),
             (Balanced(min_piece=1, align=1), 2),
             ("per_document_zigzag", 1),
+            ("auto", 1),
         ],
     ),
 )
@@ -162,6 +163,24 @@ def test_a_fit_is_that_of_one_process(
         assert losses == pytest.approx(model.losses, abs=EXACT)
         for name, truth in model.state_dict().items():
             assert (parameters[name] - truth).abs().max() <= EXACT, name
+
+
+def run_chosen(rank: int, world: int) -> list[str]:
+    """The layouts of rows, after a step with causal attention."""
+    with one_group(rank, world, documents="position_ids") as parallel:
+        model, found = Model(), []
+        for lengths in ((40000,), (300,) * 100, (20000, *[100] * 50), (4, 3)):
+            shard = parallel.shard(batch_of(lengths))
+            shard.digest.wait()
+            found.append(shard.layout)
+        with parallel.active(shard):
+            model(shard.batch)
+    return found
+
+
+def test_auto_chooses_for_every_row(pool: Pool) -> None:
+    for found in pool.run(run_chosen, world=3):
+        assert found[:3] == ["zigzag", "zigzag", "balanced"]  # equal documents are even anyway
 
 
 def run_different(rank: int, world: int) -> str:
