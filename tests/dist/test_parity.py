@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from lightning_cp.plan import Direct
 from tests._harness.grid import named, rotated
 from tests._harness.models import Case, evaluate, fit, furthest, seeded
 from tests._harness.pool import Pool
@@ -22,9 +23,9 @@ GRID = [
             1,
             world,
         )
-        for exchange in ("ring", "allgather")
+        for exchange in ("ring", "direct", "allgather")
         for layout in ("contiguous", "zigzag")
-        for world in (1, 2, 3)
+        for world in (2, 3)
     ),
     Row("dp2-cp2-ring-zigzag", Case(samples=12), {}, 2, 2),
     Row(
@@ -79,6 +80,8 @@ TRAINING = [
     ),
     Row("shuffle-on-four-ranks", Case(samples=12, shuffle=True, epochs=2), {}, 2, 2),
     Row("grouped-heads", Case(kv_heads=2), {}, cp=3),
+    Row("groups-of-heads", Case(kv_heads=2), {"exchange": Direct(head_chunks=2)}, cp=3),
+    Row("no-overlap", Case(), {"overlap": False}, cp=3),
 ]
 
 BATCHES = [
