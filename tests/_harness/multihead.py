@@ -4,7 +4,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch._dynamo.testing
 from torch import Tensor, nn
 
 from lightning_cp.context import Context, Sequence
