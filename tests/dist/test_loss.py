@@ -13,7 +13,6 @@ from tests._harness.tolerance import assert_as_accurate
 
 pytestmark = pytest.mark.dist
 
-
 CASES = (
     *(Case(labels, length, layout=layout) for labels in LABELS for length in (1, 7, 8)
       for layout in ("contiguous", "zigzag")),
