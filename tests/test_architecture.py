@@ -1,39 +1,63 @@
-"""The package keeps the rules that no linter knows, its public names and its arrows."""
+"""The package and its tests keep the rules that no linter knows; public names; arrows."""
 
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from tests._harness.rules import RULES, parse, short_file, short_functions
+from tests._harness.rules import RULES, Rule, Source, parse, short_file, short_functions
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_cp"
 MAX_PUBLIC_NAMES = 12
-FILES = {path.relative_to(PACKAGE).as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+# Still to be split; a file that has become short enough may not stay here.
+LONG_TESTS = {"tests/test_data.py", "tests/dist/test_bad_input.py"}
 
 
-@pytest.mark.parametrize("rule", [short_file, short_functions], ids=lambda rule: rule.__name__)
-def test_harness_keeps_rule(rule):
-    found = [
-        f"tests/_harness/{file.name}:{line}: {message}"
-        for file in sorted((ROOT / "tests" / "_harness").rglob("*.py"))
-        for line, message in rule(parse(file.name, file.read_text(encoding="utf-8")))
+def sources(folder: Path, root: Path) -> list[Source]:
+    """All files of a folder, named by their path within `root`."""
+    return [
+        parse(path.relative_to(root).as_posix(), path.read_text(encoding="utf-8"))
+        for path in sorted(folder.rglob("*.py"))
     ]
+
+
+def check(rule: Rule, files: Iterable[Source]) -> None:
+    found = [f"{file.path}:{line}: {message}" for file in files for line, message in rule(file)]
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.fixture(scope="module")
+def package() -> list[Source]:
+    return sources(PACKAGE, PACKAGE)
+
+
+@pytest.fixture(scope="module")
+def tests() -> dict[str, Source]:
+    return {file.path: file for file in sources(ROOT / "tests", ROOT)}
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_package_keeps_rule(rule):
-    found = [
-        f"lightning_cp/{path}:{line}: {message}"
-        for path, file in FILES.items()
-        for line, message in rule(parse(path, file.read_text(encoding="utf-8")))
-    ]
-    assert not found, "\n" + "\n".join(found)
+def test_package_keeps_rule(rule, package):
+    check(rule, package)
+
+
+def test_tests_are_short(tests):
+    check(short_file, (file for path, file in tests.items() if path not in LONG_TESTS))
+
+
+def test_functions_of_tests_are_short(tests):
+    check(short_functions, tests.values())
+
+
+@pytest.mark.parametrize("path", sorted(LONG_TESTS))
+def test_exception_is_needed(path, tests):
+    assert list(short_file(tests[path])), "take it out of LONG_TESTS"
 
 
 def surface(module: ModuleType) -> list[str]:
