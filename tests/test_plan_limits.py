@@ -23,7 +23,7 @@ def plans(mask: Mask, layout: str, exchange: str, world: int) -> list[Plan]:
     return [build_plan(held, held, mask, rank=rank, exchange=exchange) for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", [4, 8, 16])
+@pytest.mark.parametrize("world", [4, 8, 16, 64])
 @pytest.mark.parametrize("exchange", ["ring", "direct"])
 def test_buffers_do_not_grow_with_the_group(exchange: str, world: int) -> None:
     length = 32768
