@@ -42,8 +42,7 @@ class CutPlace:
             "verify='first_batch'": config.verify == "first_batch",
             f"overridden: {names}": bool(hooks),
         }
-        self._general = next((reason for reason, holds in reasons.items() if holds), "")
-        self._reason = self._general
+        self._reason = next((reason for reason, holds in reasons.items() if holds), "")
 
     def take(self, loader: Any, share: Callable[[], Share | None]) -> Any:
         """Let a loader of one's own cut, if this is the place.
@@ -55,30 +54,28 @@ class CutPlace:
         Raises:
             RefusedError: if a loader without a collate function was to cut.
         """
-        kind = type(loader)
-        if self._asked == "worker":
-            if not isinstance(loader, DataLoader):
-                raise RefusedError(
-                    f"shard_in='worker' cuts in the collate function of a DataLoader, but the "
-                    f"loader is a {kind.__name__}; use shard_in='auto' or 'main'"
-                )
-            self._reason = ""
-        else:
-            self._reason = self._general or _obstacle(loader)
-        if not self._reason:
+        if self._asked == "worker" and not isinstance(loader, DataLoader):
+            raise RefusedError(
+                f"shard_in='worker' cuts in the collate function of a DataLoader, but the loader "
+                f"is a {type(loader).__name__}; use shard_in='auto' or 'main'"
+            )
+        if self._asked == "worker" or not (self._reason or _obstacle(loader)):
             loader.collate_fn = WorkerCollate(loader.collate_fn, share)
         return loader
 
-    def words(self, batch: Any) -> str:
+    def words(self, batch: Any, loop: Any) -> str:
         """Where a batch was cut, for people.
 
         Args:
-            batch: as it arrived, before it is cut if that is still to come.
+            batch: as it arrived, before it is cut if that is still to come; the first of its loop.
+            loop: the Trainer's, with its `CombinedLoader`.
         """
         if isinstance(batch, ShardedBatch):
             return "by the loader's collate function"
-        reason = self._reason or "several loaders make one batch"
-        return f"after the transfer hooks ({reason})"
+        reason = self._reason
+        if not reason and makes_batches_alone(loop):
+            reason = _obstacle(loop._combined_loader.flattened[0])
+        return f"after the transfer hooks ({reason or 'several loaders make one batch'})"
 
 
 def makes_batches_alone(loop: Any) -> bool:

@@ -194,7 +194,7 @@ class ContextParallelMixin:
             report(error)
             raise
         if self._table is not None and self._place is not None:
-            self._table.show(self._shard, self._place.words(whole))
+            self._table.show(self._shard, self._place.words(whole, module.trainer._active_loop))
         return self._shard.batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

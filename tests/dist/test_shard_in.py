@@ -3,8 +3,9 @@
 import copy
 import pickle
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ from tests._harness.trainer import workers_allowed
 pytestmark = pytest.mark.dist
 
 CASE = Case(samples=8, lengths=(9, 13), epochs=2, precision="64-true", padding=("left", "right"))
-SHORT = replace(CASE, lengths=(9,), epochs=1)
+SHORT = replace(CASE, epochs=1)
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -74,6 +75,10 @@ class Own(DataLoader[Any]):
     def __iter__(self) -> Any:
         for batch in super().__iter__():
             yield {**batch, "input_ids": batch["input_ids"].clone()}
+
+
+class List(tuple[Any, ...]):
+    """Batches; Lightning takes plain lists and tuples for several loaders."""
 
 
 class Broken(Text):
@@ -127,6 +132,8 @@ def described(batch: Any) -> Any:
     """Type, names, dtypes and contents."""
     if isinstance(batch, Tensor):
         return str(batch.dtype), batch.tolist()
+    if not isinstance(batch, Mapping):
+        return batch
     return type(batch).__name__, [(name, described(value)) for name, value in batch.items()]
 
 
@@ -156,11 +163,11 @@ def made(kind: str, case: Case, workers: int, strategy: Any) -> Any:
         other = Text(case, case.samples, first=40)
         return {"a": loader(data, batch_size=2), "b": loader(other, batch_size=2)}
     if kind == "combined":
-        return CombinedLoader([loader(data, batch_size=2)], "sequential")
+        return CombinedLoader(loader(data, batch_size=2), "max_size")
     if kind == "own":
         return Own(data, batch_size=2, num_workers=workers, multiprocessing_context=context)
     if kind == "list":
-        return [default_collate([data[i], data[i + 1]]) for i in range(0, len(data), 2)]
+        return List(default_collate([data[i], data[i + 1]]) for i in range(0, len(data), 2))
     shares = kind == "cut" and hasattr(strategy, "share")
     options: dict[str, Any] = {
         "collate": {"collate_fn": collated},
@@ -239,7 +246,7 @@ def run(
         arrived.append(type(batch).__name__)
         moved = batch_to_device(batch, *args, **kwargs)
         if options is not None:
-            places.append(strategy._place.words(batch))
+            places.append(strategy._place.words(batch, trainer._active_loop))
         return moved
 
     strategy.batch_to_device = noted
@@ -259,8 +266,8 @@ def refused(rank: int, world: int, *args: Any) -> str:
 
 def check(kind: str, case: Case, world: int, workers: int, options: dict[str, Any], pool: Any) -> Any:
     """A run is that of "main", hooks included, and that of the plain Trainer."""
-    (plain,) = pool.run(run, case, None, kind, workers, world=1)
-    main = pool.run(run, case, {"shard_in": "main"}, kind, workers, world=world)
+    (plain,) = pool.run(run, case, None, kind, 0, world=1)
+    main = pool.run(run, case, {**options, "shard_in": "main"}, kind, 0, world=world)
     found = pool.run(run, case, options, kind, workers, world=world)
     for one, other in zip(found, main, strict=True):
         assert not {"ShardedBatch"} & {*other.arrived} or kind == "cut"
@@ -287,7 +294,8 @@ CASES = [(2, 2, "auto"), (3, 2, "auto"), (2, 0, "worker"), (3, 2, "worker")]
 
 @pytest.mark.parametrize(("kind", "world", "workers", "shard_in"), rotated(IN_WORKERS, CASES))
 def test_what_workers_cut(kind, world, workers, shard_in, pool):
-    for found in check(kind, CASE, world, workers, {"shard_in": shard_in}, pool):
+    case = CASE if kind == "persistent" else SHORT
+    for found in check(kind, case, world, workers, {"shard_in": shard_in}, pool):
         assert {*found.arrived} == {"ShardedBatch"}
         assert found.place == "by the loader's collate function"
 
@@ -298,11 +306,11 @@ def test_what_workers_cut(kind, world, workers, shard_in, pool):
         ("plain", 0, "the loader has no workers"),
         ("two", 2, "several loaders make one batch"),
         ("own", 2, "Own has an __iter__ of its own"),
-        ("list", 2, "list is no DataLoader"),
+        ("list", 2, "List is no DataLoader"),
     ],
 )
 def test_what_stays_whole(kind, workers, words, pool):
-    for found in check(kind, CASE, 2, workers, {}, pool):
+    for found in check(kind, SHORT, 2, workers, {}, pool):
         assert {*found.arrived[:4]} == {"dict"}
         assert found.place == f"after the transfer hooks ({words})"
 
@@ -311,15 +319,16 @@ def test_what_stays_whole(kind, workers, words, pool):
     "trainer", [{"overfit_batches": 2}, {"limit_train_batches": 3, "num_sanity_val_steps": 1}]
 )
 def test_options_of_the_trainer(trainer, pool):
-    case = replace(CASE, lengths=(9,), shuffle=True, trainer=tuple(trainer.items()))
+    case = replace(SHORT, lengths=(9,), shuffle=True, trainer=tuple(trainer.items()))
     for found in check("plain", case, 2, 2, {}, pool):
         assert {*found.arrived} == {"ShardedBatch"}
 
 
 def test_two_by_two(pool):
-    expected = pool.run(run, SHORT, None, "shuffled", 2, world=2)
+    case = replace(SHORT, lengths=(9,))
+    expected = pool.run(run, case, None, "shuffled", 0, world=2)
     options = {"context_parallel_size": 2}
-    for rank, found in enumerate(pool.run(run, SHORT, options, "shuffled", 2, world=4)):
+    for rank, found in enumerate(pool.run(run, case, options, "shuffled", 1, world=4)):
         assert {*found.arrived} == {"ShardedBatch"}
         assert found.found.ids == expected[rank // 2].found.ids
         assert max(furthest(found.found, expected[rank // 2].found).values()) <= 1e-12
@@ -346,8 +355,8 @@ def test_workers_that_are_no_forks(pool):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_overridden_hook_sees_whole_batches(hook, pool):
-    main = pool.run(run, SHORT, {"shard_in": "main"}, "plain", 2, world=2)
-    for found, other in zip(pool.run(run, SHORT, {}, "plain", 2, hook, world=2), main, strict=True):
+    main = pool.run(run, SHORT, {"shard_in": "main"}, "plain", 0, world=2)
+    for found, other in zip(pool.run(run, SHORT, {}, "plain", 1, hook, world=2), main, strict=True):
         assert {*found.arrived} == {"dict"}
         assert found.place == f"after the transfer hooks (overridden: {hook})"
         assert found.given == other.given
@@ -361,7 +370,7 @@ def test_an_overridden_hook_sees_whole_batches(hook, pool):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("list", "RefusedError: shard_in='worker' .* the loader is a list; use shard_in='auto'"),
+        ("list", "RefusedError: shard_in='worker' .* the loader is a List; use shard_in='auto'"),
         ("two", "BatchError: several loaders give one batch together.* use shard_in='main'"),
     ],
 )
@@ -380,7 +389,7 @@ def test_a_batch_that_cannot_be_cut_ends_every_rank_in_the_same_words(workers, p
 
 
 def test_a_worker_that_fails_on_one_rank_ends_every_rank(pool):
-    first, second = pool.run(refused, SHORT, {}, "broken", 2, world=2)
+    first, second = pool.run(refused, SHORT, {"timeout": timedelta(seconds=3)}, "broken", 2, world=2)
     assert "the disk is gone" in second
     assert first.startswith("PeerError")
     assert "the disk is gone" in first
