@@ -45,6 +45,11 @@ ELSEWHERE = {
         "IterableDataset",
         "IterableDataset, data='broadcast'",
     ),
+    "test_shard_in": (
+        "shard_in='worker'",
+        "on_after_batch_transfer and its kin",
+        "shard_in='worker' with an overridden transfer hook",
+    ),
     "this one, as another profiler": ("profiler pytorch",),
 }
 """Rows that another file of the default run shows as well: here they are marked `full`."""
