@@ -23,6 +23,7 @@ from tests._harness.models import (
     seeded,
     trainer_of,
 )
+from tests._harness.sharded import needs_sharding
 from tests._harness.trainer import workers_allowed
 
 pytestmark = pytest.mark.dist
@@ -261,7 +262,7 @@ def restored(
         (None, True, True),
         ({}, False, False),
         ({}, True, True),
-        ({"zero_stage": 3}, False, True),
+        pytest.param({"zero_stage": 3}, False, True, marks=needs_sharding),
     ],
     ids=["plain", "plain-double", "zero0", "zero0-double", "zero3"],
 )

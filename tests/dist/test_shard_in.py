@@ -38,6 +38,7 @@ from tests._harness.models import (
     seeded,
     trainer_of,
 )
+from tests._harness.sharded import needs_sharding
 from tests._harness.sources import Broken, List, Own, Pairs, Stream
 from tests._harness.trainer import workers_allowed
 
@@ -292,6 +293,7 @@ def test_two_by_two(pool):
         assert max(furthest(found.found, expected[rank // 2].found).values()) <= 1e-12
 
 
+@needs_sharding
 def test_sharded_parameters(pool):
     for found in check("plain", SHORT, 2, 2, {"zero_stage": 3, "shard_in": "auto"}, pool):
         assert {*found.arrived} == {"ShardedBatch"}

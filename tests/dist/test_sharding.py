@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from lightning_cp.plugin.sharding import policy_of
 from tests._harness.models import Block, Case, LanguageModel, fit, furthest, loaders, trainer_of
-from tests._harness.sharded import DOUBLE, SHARDED, Tied
+from tests._harness.sharded import DOUBLE, SHARDED, Tied, needs_sharding
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs_sharding]
 
 
 class Seen(LanguageModel):

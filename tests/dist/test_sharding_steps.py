@@ -25,9 +25,9 @@ from tests._harness.models import (
     seeded,
     trainer_of,
 )
-from tests._harness.sharded import DOUBLE, MANUAL, SHARDED, Tied
+from tests._harness.sharded import DOUBLE, MANUAL, SHARDED, Tied, needs_sharding
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs_sharding]
 
 
 class Different(LanguageModel):

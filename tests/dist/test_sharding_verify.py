@@ -9,9 +9,9 @@ import torch
 
 from lightning_cp import verify
 from tests._harness.models import LanguageModel, fit, furthest, loaders, trainer_of
-from tests._harness.sharded import DOUBLE, MANUAL, SHARDED
+from tests._harness.sharded import DOUBLE, MANUAL, SHARDED, needs_sharding
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs_sharding]
 
 VERIFIED = {**SHARDED, "verify": "first_batch"}
 

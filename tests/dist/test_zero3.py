@@ -16,9 +16,9 @@ from tests._harness.models import Case, LanguageModel, Outcome, loaders, outcome
 from tests._harness.pool import Pool
 from tests._harness.resumed import Mesh, fit_resuming, moved, second_epoch
 from tests._harness.rows import TOGETHER, TRAINING, Row, assert_same, check, trainer
-from tests._harness.sharded import SHARDED
+from tests._harness.sharded import SHARDED, needs_sharding
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, needs_sharding]
 
 ROWS = [
     Row("ring-zigzag-W2", Case(), {"exchange": "ring", "layout": "zigzag"}),
