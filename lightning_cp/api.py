@@ -19,7 +19,8 @@ from lightning_cp.comm.gather import all_gather
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context
 from lightning_cp.data import Cut, cut
-from lightning_cp.data.collate import ShardedBatch, Share, sharded
+from lightning_cp.data.collate import ShardedBatch, Share, Uncut, sharded
+from lightning_cp.data.containers import leaves
 from lightning_cp.data.cut import Rules
 from lightning_cp.data.outputs import gather_outputs
 from lightning_cp.data.valid import valid_tokens
@@ -175,6 +176,14 @@ class ContextParallel:
         return Share(rules, self.rank, self.world)
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
+        if isinstance(batch, Uncut):
+            raise BatchError(batch.reason)
+        if any(isinstance(value, ShardedBatch | Uncut) for _, value in leaves(batch)):
+            raise BatchError(
+                "several loaders give one batch together, and parts of it were cut where they were "
+                "loaded; use shard_in='main' and the loaders' own collate functions, so that the "
+                "batch is cut as a whole"
+            )
         share = self.share(module)
         part = cut(batch, share.rules, rank=self.rank, world=self.world)
         return sharded(batch, part, share, code=code)

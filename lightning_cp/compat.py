@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -71,29 +72,39 @@ def free_gathered(module: Any) -> None:
 
     `FSDPModule.reshard` does nothing between the beginning and the end of a root's forward.
     """
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _parameter_groups(module):
         group._to_sharded()
+
+
+def _parameter_groups(module: Any) -> list[Any]:
+    """What a sharded module gathers together: several groups, or before torch 2.13 at most one."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def follow_requires_grad(module: Any) -> None:
     """Let the gathered parameters of a sharded module require gradients as their parts do."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
+    for group in _parameter_groups(module):
         for parameter in group.fsdp_params:
             whole = getattr(parameter, "_unsharded_param", None)
             if whole is not None:
                 whole.requires_grad_(parameter.sharded_param.requires_grad)
 
 
-def reduce_unused(module: Any) -> bool:
-    """Let ranks that did not use a parameter add zeros; returns whether torch can do that.
+def can_reduce_unused() -> bool:
+    """Whether a rank can add zeros for a parameter that only others used; torch 2.13 can.
 
     Gradients of a sharded module are added up in one buffer: a rank that leaves one out would add
     those behind it to other parameters'.
     """
-    can = hasattr(module, "set_reduce_scatter_unused_params")
-    if can:
-        module.set_reduce_scatter_unused_params(True)
-    return can
+    return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def reduce_unused(module: Any) -> None:
+    """Let ranks that did not use a parameter add zeros; see `can_reduce_unused`."""
+    module.set_reduce_scatter_unused_params(True)
 
 
 def unflattened(values: dict[str, Any], places: dict[str, Any]) -> dict[str, Any]:

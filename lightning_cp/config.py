@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "documents": ("auto", "position_ids", "none"),
     "loss": ("auto", "token_mean"),
     "data": ("check", "broadcast"),
+    "shard_in": ("auto", "worker", "main"),
     "predict_gather": ("rank0_cpu", "all", "none"),
 }
 """Allowed values of the options that name something."""
@@ -57,6 +58,9 @@ class Config:
         pad_to_multiple_of: dummy tokens fill a row up to a multiple of this.
         data: "check": every rank reads the batches, and they are compared; "broadcast": the first
             rank of a group reads them for the others.
+        shard_in: where batches are cut: "worker", in the collate functions of loaders; "main",
+            after the hooks that transfer a batch; "auto", in the workers of loaders that have any
+            unless something needs whole batches.
         predict_gather: who gets whole rows of predictions: "rank0_cpu", the first rank of a group;
             "all"; or "none", every rank keeps its part.
         zero_stage: 0, every rank holds all parameters; 3, every rank of the job holds a part.
@@ -77,6 +81,7 @@ class Config:
     zero_stage: int = 0
     verify: str = "off"
     data: str = "check"
+    shard_in: str = "auto"
     predict_gather: str = "rank0_cpu"
 
     def __post_init__(self) -> None:
@@ -92,6 +97,13 @@ class Config:
                 f"zero_stage={self.zero_stage!r}: use 0 (every rank holds all parameters) or 3 "
                 f"(every rank holds a part of each); 1 and 2 are not available yet"
             )
+        whole = {"data": "broadcast", "verify": "first_batch"}
+        for name, value in whole.items():
+            if self.shard_in == "worker" and getattr(self, name) == value:
+                raise ConfigError(
+                    f"shard_in='worker' cuts batches where they are loaded, but {name}={value!r} "
+                    f"needs them whole; use shard_in='auto' or 'main'"
+                )
         if not isinstance(self.overlap, bool):
             raise ConfigError(f"overlap={self.overlap!r} must be True or False")
         multiple = self.pad_to_multiple_of

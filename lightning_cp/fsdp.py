@@ -23,7 +23,12 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
-from lightning_cp.compat import follow_requires_grad, free_gathered, reduce_unused
+from lightning_cp.compat import (
+    can_reduce_unused,
+    follow_requires_grad,
+    free_gathered,
+    reduce_unused,
+)
 from lightning_cp.errors import ConfigError
 
 WrapPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -74,20 +79,26 @@ def complete(module: nn.Module, steps: Iterable[str]) -> None:
 
     Its methods `steps` gather its parameters, as its forward does, and parameters that only some
     ranks use in a step get the gradients of those.
+    """
+    reduce_unused(module)
+    for name in steps:
+        if name not in vars(module):
+            register_fsdp_forward_method(module, name)
+    _zero_parts(module)
+
+
+def check_version() -> None:
+    """What torch must be able to do.
 
     Raises:
-        ConfigError: on every rank alike, if this version of torch cannot do the latter.
+        ConfigError: on every rank alike, if it cannot.
     """
-    if not reduce_unused(module):
+    if not can_reduce_unused():
         raise ConfigError(
             f"zero_stage=3: torch {torch.__version__} mixes up the gradients of parameters that "
             f"only some ranks use in a step; use zero_stage=0, or a torch that has "
             f"FSDPModule.set_reduce_scatter_unused_params (2.13 does)"
         )
-    for name in steps:
-        if name not in vars(module):
-            register_fsdp_forward_method(module, name)
-    _zero_parts(module)
 
 
 def is_sharded(module: nn.Module) -> bool:

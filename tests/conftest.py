@@ -1,22 +1,38 @@
 """Fixtures that every test may use."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+from torch.nn import functional as F
 
+from lightning_cp.swap import Installation, _torch
 from tests._harness import cuda_ops
 from tests._harness.pool import Pool
+from tests._harness.renamed import LIGHTNING
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Ranks for multi-process tests, started once per session; one thread each."""
+def pools() -> Iterator[Callable[[str], Pool]]:
+    """Ranks for multi-process tests, by Lightning package; started once, one thread each."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-        ranks = Pool()
-        yield ranks
-        ranks.end()
+        found: dict[str, Pool] = {}
+
+        def of(package: str) -> Pool:
+            if package not in found:
+                found[package] = Pool(package)
+            return found[package]
+
+        yield of
+        for ranks in found.values():
+            ranks.end()
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
+    """Ranks for multi-process tests, those of `lightning` unless a test asks for others."""
+    return pools(getattr(request, "param", LIGHTNING))
 
 
 @pytest.fixture
@@ -24,3 +40,16 @@ def cuda_operators() -> Iterator[list[cuda_ops.Call]]:
     """Torch's CUDA attention operators take CPU tensors; the calls that they got."""
     with cuda_ops.on_cpu() as calls:
         yield calls
+
+
+@pytest.fixture
+def installation() -> Iterator[Installation]:
+    """Everything is swapped; nothing of it is left behind."""
+    before = F.multi_head_attention_forward
+    found = Installation()
+    yield found
+    found.remove()
+    assert F.multi_head_attention_forward is before
+    assert not any(
+        _torch.has_override(name, key) for name in _torch.OPERATORS for key in _torch.keys("cpu")
+    )

@@ -18,6 +18,7 @@ from lightning_cp.context import Context
 from lightning_cp.data.cut import Rules, cut
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Mesh
+from lightning_cp.plan import Direct
 from lightning_cp.plugin.table import StartTable
 from lightning_cp.topology import Topology
 from tests._harness.models import overridden
@@ -33,6 +34,7 @@ OPTIONS: dict[str, Any] = {
     "sequence_dims": {"tokens": 1, "scores": None},
     "pad_to_multiple_of": 8,
     "data": "broadcast",
+    "shard_in": "main",
     "predict_gather": "all",
     "zero_stage": 3,
     "verify": "first_batch",
@@ -101,6 +103,7 @@ def test_options_arrive():
             "per_document_zigzag, zigzag",
         ),
         ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
+        ("exchange", Direct, r"Direct.*auto, allgather, direct, ring.* or Direct\(\), Ring\(\)"),
         ("attention_backend", "magic", r"use one of auto, cudnn, efficient, flash, .*sdpa"),
         ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),
@@ -108,12 +111,19 @@ def test_options_arrive():
         ("sequence_dims", ["tokens"], r"sequence_dims=\['tokens'\] must map field names"),
         ("sequence_dims", {"tokens": "1"}, r"must map field names to a dimension"),
         ("sequence_dims", {0: 1}, r"must map field names to a dimension"),
+        ("shard_in", "gpu", r"shard_in='gpu' .* auto, worker, main"),
         ("zero_stage", 2, r"zero_stage=2: use 0 .* or 3 .*; 1 and 2 are not available yet"),
     ],
 )
 def test_bad_option_is_refused_at_once(option, value, message):
     with pytest.raises(ConfigError, match=message):
         ContextParallelStrategy(**{option: value})
+
+
+@pytest.mark.parametrize("other", [{"data": "broadcast"}, {"verify": "first_batch"}])
+def test_whole_batches_and_workers_that_cut_are_refused_together(other):
+    with pytest.raises(ConfigError, match=r"needs them whole; use shard_in='auto' or 'main'"):
+        ContextParallelStrategy(shard_in="worker", **other)
 
 
 def test_topology_is_unknown_before_setup():
@@ -202,12 +212,13 @@ def table(
 def test_table_of_numbers():
     batch = {"input_ids": torch.zeros(3, 21, dtype=torch.int64), "labels": torch.ones(3, 21)}
     start, shard = table(2, 2, batch, pad_to_multiple_of=8)
-    rows = dict(start.rows(shard))
+    rows = dict(start.rows(shard, "in a test"))
     assert rows["data x context ranks"] == "2 x 2 = 4"
     assert rows["context groups"] == "[0, 1]; [2, 3]"
     assert rows["global batch"] == "6 rows, 126 tokens per micro-step"
     assert rows["fields cut (dim)"] == "input_ids (1), labels (1)"
     assert rows["fields added"] == "position_ids"
+    assert rows["cut"] == "in a test"
     assert rows["tokens per rank"] == "12, 12"
     assert rows["dummy tokens per row"] == "3"
     assert rows["layout"] == "zigzag (auto)"
@@ -227,7 +238,7 @@ def test_table_of_choices():
         documents="none",
         sequence_dims={"scores": 0},
     )
-    rows = dict(start.rows(shard))
+    rows = dict(start.rows(shard, "in a test"))
     assert rows["data x context ranks"] == "1 x 3 = 3"
     assert rows["fields cut (dim)"] == "scores (0), position_ids (1)"
     assert rows["fields added"] == "none"
@@ -243,8 +254,8 @@ def test_table_is_printed_once_on_the_first_rank(capsys):
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
     for rank, times in ((0, 1), (1, 0)):
         start, shard = table(1, 2, batch, rank)
-        start.show(shard)
-        start.show(shard)
+        start.show(shard, "in a test")
+        start.show(shard, "in a test")
         printed = capsys.readouterr().out
         assert printed.count("context parallelism") == times
         assert printed.count("8 tokens per micro-step") == times

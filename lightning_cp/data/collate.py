@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -87,26 +88,39 @@ class ShardedBatch:
 
     def pin_memory(self) -> "ShardedBatch":
         """The same with pinned tensors; the DataLoader calls this."""
-        return self.mapped(Tensor.pin_memory)
+        return self.mapped(lambda value: value.pin_memory() if _can(value, "pin_memory") else value)
 
     def to(self, device: Any, **options: Any) -> "ShardedBatch":
-        """The same with tensors on a device; the Trainer calls this.
+        """The same with its values on a device; the Trainer calls this.
+
+        What is no container and has a method `to` moves, as in a batch that the Trainer moves.
 
         Args:
             device: where to.
-            options: of `torch.Tensor.to`.
+            options: of `torch.Tensor.to`; to an accelerator, tensors are copied without waiting.
         """
-        return self.mapped(lambda tensor: tensor.to(device, **options))
+        waits = torch.device(device).type in ("cpu", "mps")
+        return self.mapped(partial(_moved, device, {"non_blocking": not waits, **options}))
 
-    def mapped(self, function: Callable[[Tensor], Tensor]) -> "ShardedBatch":
-        """The same with a function applied to every tensor of the cut batch."""
-        values = items(self.batch)
-        new = {name: function(x) if isinstance(x, Tensor) else x for name, x in values.items()}
+    def mapped(self, function: Callable[[Any], Any]) -> "ShardedBatch":
+        """The same with a function applied to every value of the cut batch, tensor or not."""
+        new = {name: function(value) for name, value in items(self.batch).items()}
         part = dataclasses.replace(self.part, batch=rebuilt(self.batch, new))
         return ShardedBatch(part, **self._facts())
 
     def _facts(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self.__slots__ if name != "part"}
+
+
+class Uncut:
+    """In place of a batch that could not be cut; every rank learns why where it arrives.
+
+    Args:
+        reason: what is wrong with it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
 
 
 def sharded(batch: Any, part: Cut, share: Share, *, code: int | None = None) -> ShardedBatch:
@@ -130,6 +144,28 @@ def sharded(batch: Any, part: Cut, share: Share, *, code: int | None = None) -> 
 
 def _remade(part: Cut, facts: dict[str, Any]) -> ShardedBatch:
     return ShardedBatch(part, **facts)
+
+
+def _can(value: Any, method: str) -> bool:
+    return callable(getattr(value, method, None))
+
+
+def _moved(device: Any, options: dict[str, Any], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, **options)
+    moved = value.to(device) if _can(value, "to") else None
+    return value if moved is None else moved
+
+
+def _part(batch: Any, share: Share | None) -> Any:
+    """This rank's part of a whole batch; the batch itself where nothing is cut, or it was before.
+
+    Raises:
+        BatchError: if the batch cannot be cut.
+    """
+    if share is None or isinstance(batch, ShardedBatch):
+        return batch
+    return sharded(batch, cut(batch, share.rules, rank=share.rank, world=share.world), share)
 
 
 class ContextParallelCollate:
@@ -163,7 +199,40 @@ class ContextParallelCollate:
         Raises:
             BatchError: if the batch cannot be cut.
         """
-        batch, share = self._collate(samples), self._share
-        if share is None:
-            return batch
-        return sharded(batch, cut(batch, share.rules, rank=share.rank, world=share.world), share)
+        return _part(self._collate(samples), self._share)
+
+
+class WorkerCollate:
+    """A loader's own collate function, and the cut after it.
+
+    How to cut is asked when a batch is made, in the process that makes it: a loader has its collate
+    function before that is known. A copy that is sent to a process has the answer of that moment.
+
+    Args:
+        collate: the loader's own; its attributes are found here too.
+        share: says how to cut, None where batches stay whole.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], share: Callable[[], Share | None]) -> None:
+        self.collate, self._share = collate, share
+
+    def __call__(self, samples: Any) -> Any:
+        """This rank's part of the batch, or why there is none."""
+        batch = self.collate(samples)
+        try:
+            return _part(batch, self._share())
+        except BatchError as error:
+            return Uncut(str(error))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "collate":
+            raise AttributeError(name)
+        return getattr(self.collate, name)
+
+    def __reduce__(self) -> Any:
+        """A copy in another process."""
+        return WorkerCollate, (self.collate, partial(_given, self._share()))
+
+
+def _given(share: Share | None) -> Share | None:
+    return share

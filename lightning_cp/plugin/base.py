@@ -90,6 +90,12 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         data: "check" compares the batches of the ranks of a group, which each of them reads;
             "broadcast" lets the first of them read, for datasets that give every process something
             else.
+        shard_in: where batches are cut: "worker", in the collate function of every loader, so that
+            whole batches stay in its workers; "main", after on_before_batch_transfer,
+            transfer_batch_to_device and on_after_batch_transfer have seen the whole batch; "auto",
+            in the workers of loaders that have any, unless one of these hooks is overridden or
+            something else needs whole batches, which the start table says. In workers, the layout
+            "auto" stays what it was when they started.
         predict_gather: who gets what `predict_step` returns, as whole rows in their original order:
             "rank0_cpu", the first rank of every group, on the CPU (the others get None, and their
             prediction writers write nothing); "all" ranks; "none", every rank keeps its part.
@@ -141,6 +147,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         sequence_dims: dict[str, int | None] | None = None,
         pad_to_multiple_of: int | None = None,
         data: Literal["check", "broadcast"] = "check",
+        shard_in: Literal["auto", "worker", "main"] = "auto",
         predict_gather: Literal["rank0_cpu", "all", "none"] = "rank0_cpu",
         auto_wrap_policy: WrapPolicy | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
@@ -161,6 +168,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             sequence_dims=sequence_dims,
             pad_to_multiple_of=pad_to_multiple_of,
             data=data,
+            shard_in=shard_in,
             predict_gather=predict_gather,
             zero_stage=zero_stage,
             verify=verify,
@@ -245,6 +253,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         if self.accelerator is None or self.model is None:
             raise RuntimeError("setup() is called by the Trainer, after it connected a module")
         self._refuse_iterators(self.lightning_module)
+        self._choose_place(trainer)
         self.accelerator.setup(trainer)
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)

@@ -5,8 +5,10 @@ import warnings
 from typing import Any, ClassVar
 
 from lightning_cp.config import Config
+from lightning_cp.data.collate import Share
 from lightning_cp.errors import ContextParallelWarning, RefusedError
 from lightning_cp.mesh import Mesh
+from lightning_cp.plugin.cutting import HOOKS, CutPlace, makes_batches_alone
 from lightning_cp.plugin.loaders import (
     SharedLoader,
     own_copy,
@@ -32,6 +34,7 @@ class Loading:
     _config: Config
     _mesh: Mesh | None
     _flavor: ClassVar[Any]
+    _place: CutPlace | None
     _position: dict[str, Any] | None = None
     _resumed: int = 0
     _silenced: Any = None
@@ -52,6 +55,29 @@ class Loading:
                     f"step's argument"
                 )
 
+    def _choose_place(self, trainer: Any) -> None:
+        """Choose where batches are cut.
+
+        Raises:
+            RefusedError: on every rank, if a hook needs whole batches that there will not be.
+        """
+        if self._mesh is None or self._mesh.topology.cp == 1:
+            return
+        owners = [x for x in (self.lightning_module, trainer.datamodule) if x is not None]  # type: ignore[attr-defined]
+        overridden = self._flavor.is_overridden
+        hooks = [hook for hook in HOOKS if any(overridden(hook, owner) for owner in owners)]
+        self._place = CutPlace(self._config, hooks)
+
+    def _worker_share(self) -> Share | None:
+        """How a loader's collate function cuts; None where its batches stay whole after all."""
+        trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
+        if self._place is None or not (
+            self._config.shard_in == "worker" or makes_batches_alone(trainer._active_loop)
+        ):
+            return None
+        share: Share | None = self.share()  # type: ignore[attr-defined]
+        return share
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader that a stage uses in place of the user's, which is left as it is."""
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
@@ -60,6 +86,8 @@ class Loading:
             return loader
         place = mesh.coordinates
         loader = own_copy(loader, worker_rank=place.dp, seed_worker=self._flavor.seed_worker)
+        if self._place is not None:
+            loader = self._place.take(loader, self._worker_share)
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         if trainer.training:
             self._prepare_training(trainer, loader)

@@ -33,6 +33,7 @@ class Flavor:
         overrides = import_module(f"{pytorch}.overrides.distributed")
         self.sync_module_states: Any = overrides._sync_module_states
         self.prepare_for_backward: Any = overrides.prepare_for_backward
+        self.is_overridden: Any = import_module(f"{pytorch}.utilities.model_helpers").is_overridden
         launchers = import_module(f"{pytorch}.strategies.launchers")
         self.script_launcher: Any = launchers._SubprocessScriptLauncher
         ddp = import_module(f"{pytorch}.strategies.ddp")

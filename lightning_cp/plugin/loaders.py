@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.comm.broadcast import broadcast_object
+from lightning_cp.data.collate import WorkerCollate
 from lightning_cp.errors import PeerError
 
 
@@ -28,6 +29,9 @@ def own_copy(loader: Any, *, worker_rank: int, seed_worker: Any) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     own = copy.copy(loader)
+    own._iterator = None  # of the workers of another loader
+    if isinstance(own.collate_fn, WorkerCollate):  # that of an earlier run of a CombinedLoader
+        own.collate_fn = own.collate_fn.collate
     if own.worker_init_fn is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
         own.worker_init_fn = partial(seed_worker, rank=worker_rank)
     return own

@@ -22,6 +22,7 @@ from lightning_cp.diagnostics.verify import step_of
 from lightning_cp.errors import BatchError, ConfigError, RefusedError
 from lightning_cp.mesh import Mesh, build_mesh
 from lightning_cp.metrics import GroupMetrics, Groups
+from lightning_cp.plugin.cutting import CutPlace
 from lightning_cp.plugin.logs import StepLogs
 from lightning_cp.plugin.seeds import StepSeeds, base_seed
 from lightning_cp.plugin.table import StartTable
@@ -48,6 +49,7 @@ class ContextParallelMixin:
     _metrics: GroupMetrics | None = None
     _verified: bool = False
     _muted: MutedWriters | None = None
+    _place: CutPlace | None = None
 
     @property
     def topology(self) -> Topology:
@@ -164,6 +166,7 @@ class ContextParallelMixin:
         if self._metrics is not None:
             self._metrics.remove()
         self._parallel, self._logs, self._seeds, self._metrics = None, None, None, None
+        self._place = None
         self._shard, self._repeats, self._context = None, None, None
 
     def _close_groups(self) -> None:
@@ -190,8 +193,8 @@ class ContextParallelMixin:
         except BaseException as error:
             report(error)
             raise
-        if self._table is not None:
-            self._table.show(self._shard)
+        if self._table is not None and self._place is not None:
+            self._table.show(self._shard, self._place.words(whole, module.trainer._active_loop))
         return self._shard.batch
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

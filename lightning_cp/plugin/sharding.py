@@ -87,12 +87,13 @@ class ShardedParameters(Host):
         """Shard the module, once; nothing is left of gathered parameters when this returns.
 
         Raises:
-            ConfigError: on every rank alike, if a precision, a callback or the module cannot be
-                used with sharded parameters.
+            ConfigError: on every rank alike, if this torch, a precision, a callback or the module
+                cannot be used with sharded parameters.
         """
         module = self.lightning_module
         if self._mesh is None or module is None:
             return
+        fsdp.check_version()
         policy = policy_of(self.precision_plugin, self._policy)
         _refuse_copies(trainer.callbacks)
         for name in ("validate_loop", "test_loop", "predict_loop"):
@@ -259,7 +260,9 @@ class ShardedParameters(Host):
             ConfigError: if it is a folder and parameters are not sharded.
         """
         if "://" in str(checkpoint_path) or not folder.is_folder(Path(checkpoint_path)):
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            # Lightning has had this argument since 2.6.
+            given = {} if weights_only is None else {"weights_only": weights_only}
+            return super().load_checkpoint(checkpoint_path, **given)
         module: Any = self.lightning_module
         if not self._sharded:
             raise ConfigError(

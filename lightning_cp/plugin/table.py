@@ -20,17 +20,22 @@ class StartTable:
     def __init__(self, mesh: Mesh, config: Config) -> None:
         self._mesh, self._config, self._shown = mesh, config, mesh.rank != 0
 
-    def show(self, shard: Shard) -> None:
-        """Print the table, the first time and on global rank 0 only."""
+    def show(self, shard: Shard, place: str) -> None:
+        """Print the table, the first time and on global rank 0 only.
+
+        Args:
+            shard: the first batch.
+            place: where it was cut.
+        """
         if self._shown:
             return
         self._shown = True
         table = Table(title="context parallelism", show_header=False)
-        for name, value in self.rows(shard):
+        for name, value in self.rows(shard, place):
             table.add_row(name, value)
         Console().print(table)
 
-    def rows(self, shard: Shard) -> list[tuple[str, str]]:
+    def rows(self, shard: Shard, place: str) -> list[tuple[str, str]]:
         """Names and values of the table."""
         topology, config, sequence = self._mesh.topology, self._config, shard.cut.sequence
         layout, length = sequence.layout, sequence.length
@@ -42,6 +47,7 @@ class StartTable:
             ("context groups", "; ".join(str(list(g)) for g in topology.cp_groups())),
             ("global batch", f"{samples} rows, {samples * length} tokens per micro-step"),
             ("fields cut (dim)", ", ".join(f"{name} ({dim})" for name, dim in dims.items())),
+            ("cut", place),
             ("fields added", ", ".join(shard.cut.added) or "none"),
             ("tokens per rank", ", ".join(map(str, layout.sizes))),
             ("dummy tokens per row", str(dummies)),

@@ -80,6 +80,15 @@ class Reloading(Model):
         return loaders(self.case)[1]
 
 
+class Transferring(Model):
+    """Looks at whole batches on their way to the device."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Notes the length of the rows."""
+        self.seen.append(batch["input_ids"].shape[1])
+        return batch
+
+
 class Several(Model):
     """Validates on two loaders."""
 

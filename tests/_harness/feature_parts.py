@@ -104,8 +104,9 @@ def counted(place: Place, trainer: pl.Trainer) -> Any:
     """What a ThroughputMonitor counted; tokens of a rank add up to those of one device."""
     (monitor,) = (x for x in trainer.callbacks if isinstance(x, cb.ThroughputMonitor))  # type: ignore[attr-defined]
     lengths = {str(k.value): v * place.world for k, v in monitor._lengths.items()}
-    rows = {str(k.value): v for k, v in monitor._samples.items()}
-    counts = lengths, rows, {str(k.value): v for k, v in monitor._batches.items()}
+    counts = [lengths]
+    for name in ("_samples", "_batches"):  # since Lightning 2.6
+        counts.append({str(k.value): v for k, v in getattr(monitor, name, {}).items()})
     return trainer.strategy.broadcast(counts)  # the first rank counts
 
 

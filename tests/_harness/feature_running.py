@@ -31,6 +31,24 @@ MODULES = [
         runs.streamed,
         options={"data": "broadcast"},
     ),
+    works(
+        "shard_in='worker'",
+        "batches cut by the collate functions of loaders",
+        fitted(case=SMALL),
+        options={"shard_in": "worker"},
+    ),
+    works(
+        "on_after_batch_transfer and its kin",
+        "see whole batches",
+        fitted(modules.Transferring, case=SMALL),
+    ),
+    refused(
+        "shard_in='worker' with an overridden transfer hook",
+        "the hook would see parts of batches",
+        fitted(modules.Transferring, case=SMALL),
+        "so on_after_batch_transfer would see parts of them; use shard_in='auto' or 'main'",
+        options={"shard_in": "worker"},
+    ),
     refused(
         "A step that takes a dataloader_iter",
         "its batches would not be cut",

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lightning_cp.context import SLOT
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
+from tests._harness.renamed import LIGHTNING, rename
 
 SIZE = 4
 PRELOADED = [
@@ -43,9 +44,13 @@ class Pool:
 
     A task is a function of a module, called as `function(rank, world, *args)` with the default
     process group of `world` gloo ranks in place. Ranks that fail or hang are replaced.
+
+    Args:
+        package: what tasks find as `lightning.pytorch`: that, or `pytorch_lightning`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, package: str = LIGHTNING) -> None:
+        self._package = package
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="pool")
@@ -123,14 +128,18 @@ class Pool:
     def _start(self) -> None:
         while len(self._processes) < SIZE:
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(theirs, self._package), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, package: str) -> None:
+    if package != LIGHTNING:
+        rename()
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # also fills torch.empty with NaN
     joined = ""

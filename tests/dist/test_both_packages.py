@@ -7,6 +7,7 @@ import torch
 
 from tests._harness.both import other_fit
 from tests._harness.models import Case, fit, furthest
+from tests._harness.sharded import needs_sharding
 from tests.dist.test_checkpoint import fit_resuming
 
 pytestmark = pytest.mark.dist
@@ -32,7 +33,9 @@ TWO = Case(momentum=0.9, epochs=2)
             2,
         ),
         (Case(precision=DOUBLE, optimisation="manual"), {"exchange": "allgather"}, 1, 2),
-        (Case(precision=DOUBLE), "context_parallel_zero3", 1, 2),
+        pytest.param(
+            Case(precision=DOUBLE), "context_parallel_zero3", 1, 2, marks=needs_sharding
+        ),
     ],
     ids=["name", "cp3", "dp2-cp2", "manual", "zero3"],
 )

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
+from lightning_cp.fsdp import whole
 from tests._harness.models import (
     Case,
     LanguageModel,
@@ -22,6 +23,7 @@ from tests._harness.models import (
     seeded,
     trainer_of,
 )
+from tests._harness.sharded import needs_sharding
 from tests._harness.trainer import workers_allowed
 
 pytestmark = pytest.mark.dist
@@ -221,3 +223,51 @@ def test_another_number_of_devices_begins_the_epoch_anew_and_says_so(pool, tmp_p
     ended = tmp_path / f"step={AT_END}.ckpt"
     ends = pool.run(run, options, "in-order", 0, tmp_path / "o", ended, world=2)
     assert not any("is loaded on" in x for x in ends[0].warnings)
+
+
+class Restored(LanguageModel):
+    """Remembers the parameters that training begins with."""
+
+    first: Mapping[str, Tensor]
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.first = {n: whole(p, keep=True).clone() for n, p in self.named_parameters()}
+
+
+def restored(
+    rank: int, world: int, options: dict[str, Any] | None, double: bool, file: Path
+) -> tuple[bool, bool]:
+    """Whether parameters are those of the checkpoint, and those rounded to float32; a task."""
+    case = Case(samples=4, lengths=(8,), precision="64-true")
+    trainer = trainer_of(rank, world, case, options)
+    trainer.fit(seeded(case), DataLoader(Text(case, 4), batch_size=2))
+    trainer.save_checkpoint(file)
+    model = Restored(case)
+    if double:
+        model.double()
+    more = trainer_of(rank, world, replace(case, epochs=2), options)
+    more.fit(model, DataLoader(Text(case, 4), batch_size=2), ckpt_path=file)
+    saved = torch.load(file, weights_only=True)["state_dict"]
+    pairs = [(saved[name], value) for name, value in model.first.items()]
+    assert all(x.dtype == y.dtype == torch.float64 for x, y in pairs)
+    exact = all(torch.equal(x, y) for x, y in pairs)
+    return exact, all(torch.equal(x.float().double(), y) for x, y in pairs)
+
+
+@pytest.mark.parametrize(
+    ("options", "double", "exact"),
+    [
+        (None, False, False),
+        (None, True, True),
+        ({}, False, False),
+        ({}, True, True),
+        pytest.param({"zero_stage": 3}, False, True, marks=needs_sharding),
+    ],
+    ids=["plain", "plain-double", "zero0", "zero0-double", "zero3"],
+)
+def test_float64_passes_through_the_dtype_of_the_module(options, double, exact, pool, tmp_path):
+    """Lightning reads a checkpoint into the module before `precision="64-true"` converts it."""
+    world = 1 if options is None else 2
+    for found in pool.run(restored, options, double, tmp_path / "saved.ckpt", world=world):
+        assert found == (exact, not exact)
