@@ -15,9 +15,6 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "lightning_cp"
 MAX_PUBLIC_NAMES = 12
 
-# Still to be split; a file that has become short enough may not stay here.
-LONG_TESTS = {"tests/test_data.py", "tests/dist/test_bad_input.py"}
-
 
 def sources(folder: Path, root: Path) -> list[Source]:
     """All files of a folder, named by their path within `root`."""
@@ -48,16 +45,11 @@ def test_package_keeps_rule(rule, package):
 
 
 def test_tests_are_short(tests):
-    check(short_file, (file for path, file in tests.items() if path not in LONG_TESTS))
+    check(short_file, tests.values())
 
 
 def test_functions_of_tests_are_short(tests):
     check(short_functions, tests.values())
-
-
-@pytest.mark.parametrize("path", sorted(LONG_TESTS))
-def test_exception_is_needed(path, tests):
-    assert list(short_file(tests[path])), "take it out of LONG_TESTS"
 
 
 def surface(module: ModuleType) -> list[str]:
