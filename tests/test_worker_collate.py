@@ -9,7 +9,6 @@ from torch.utils.data import default_collate
 
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, WorkerCollate
 from lightning_cp.data.cut import Rules
-from lightning_cp.layout import LAYOUTS
 
 
 class Moving:
@@ -27,7 +26,7 @@ class Moving:
 
 
 def share() -> Share:
-    return Share(Rules(layout=LAYOUTS["zigzag"]), "zigzag", 1, 2)
+    return Share(Rules(layout="zigzag"), 1, 2)
 
 
 def test_objects_that_move_do_so_with_their_batch():
