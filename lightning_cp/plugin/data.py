@@ -80,6 +80,8 @@ class Loading:
 
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader that a stage uses in place of the user's, which is left as it is."""
+        if isinstance(dataloader, SharedLoader):  # that of an earlier run of a CombinedLoader
+            dataloader = dataloader.loader
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
         mesh = self._mesh
         if mesh is None:
