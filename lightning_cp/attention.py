@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
-from lightning_cp.comm.p2p import GroupLink, Link
-from lightning_cp.comm.throttle import BlockingLink
+from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
 from lightning_cp.context import SLOT, CallLog, Context, Sequence
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise, permutations
+from math import isqrt
 from typing import Any
 
 import pytest
@@ -18,10 +19,10 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.kernels import KERNELS, resolve
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import merge_, state_dtype
-from lightning_cp.kernels.sdpa import SMALL
 from lightning_cp.layout import contiguous
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Tile
+from lightning_cp.plan.memory import NARROW, SMALL, slow_in_half
 from tests._harness import oracle, turns
 from tests._harness.cases import DTYPES
 from tests._harness.tolerance import assert_as_accurate
@@ -98,8 +99,12 @@ def test_split_makes_square_causal_blocks() -> None:
     assert KERNELS["reference"].split(Tile((0, 4), (0, 10), True)) == (Tile((0, 4), (0, 10), True),)
 
 
-@pytest.mark.parametrize("size", [SMALL, SMALL + 1])
-def test_half_precision_backward_is_computed_in_float_where_small(size: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(isqrt(SMALL), torch.float32), (isqrt(SMALL) + 1, torch.bfloat16)]
+)
+def test_half_precision_backward_is_computed_in_float_where_small(
+    size: int, dtype: torch.dtype
+) -> None:
     """Around the bound both ways are as accurate as the fused kernel on its own."""
     q, k, v, grad = (random(1, 1, size, 8, dtype=torch.bfloat16, seed=i) for i in range(4))
     found = turns.run_tile(KERNELS["sdpa"], Tile((0, size), (0, size), True), (q, k, v, grad), 0.3)
@@ -111,7 +116,13 @@ def test_half_precision_backward_is_computed_in_float_where_small(size: int) -> 
     rows = Saved(q, found.out, found.lse, grad)
     tile = Tile((0, size), (0, size), True)
     ((_, *parts),) = KERNELS["sdpa"].backward([tile], rows, k, v, scale=0.3)
-    assert {x.dtype for x in parts} == {torch.float32 if size <= SMALL else torch.bfloat16}
+    assert {x.dtype for x in parts} == {dtype}
+
+
+def test_a_narrow_tile_is_small_however_long() -> None:
+    assert slow_in_half(NARROW, 10**6)
+    assert slow_in_half(10**6, 1)
+    assert not slow_in_half(NARROW + 1, 10**6)
 
 
 def partials(scores: Tensor, values: Tensor, edges: list[int]) -> list[tuple[Tensor, Tensor]]:

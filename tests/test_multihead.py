@@ -1,64 +1,40 @@
 """`nn.MultiheadAttention` in a context of one rank: what stands for weights, and refusals."""
 
 import copy
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch._dynamo.testing
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_cp import functional
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT
 from lightning_cp.errors import RefusedError
-from lightning_cp.layout import contiguous
-from lightning_cp.swap import Installation, _torch
+from lightning_cp.swap import Installation
 from lightning_cp.swap.multihead import NoWeights
+from tests._harness.multihead import (
+    BATCH,
+    FLOAT_LATER,
+    HEADS,
+    KEYS,
+    LATER,
+    PADDING,
+    SIZE,
+    WIDTH,
+    context,
+    mha,
+    rows,
+)
 
-SIZE, BATCH, HEADS, WIDTH = 5, 2, 2, 8
-KEYS = ((0, 4), (0, 3))
-PADDING = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 1, 1]], dtype=torch.bool)
-LATER = torch.ones(SIZE, SIZE, dtype=torch.bool).triu(1)
-FLOAT_LATER = torch.zeros(SIZE, SIZE).masked_fill(LATER, float("-inf"))
 NAMED = r"^module 'blocks\.1\.attn' \(MultiheadAttention, activation\.py:\d+\): .*"
-
-
-def context(*, keys: Any = None, module: nn.Module | None = None, size: int = SIZE) -> Context:
-    sequence = Sequence(layout=contiguous(size, 1), length=SIZE, batch=BATCH, keys=keys)
-    return Context(
-        rank=0,
-        world=1,
-        group=None,
-        meta=None,
-        sequences={"s": sequence},
-        exchange="ring",
-        module=None if module is None else weakref.ref(module),
-    )
-
-
-@pytest.fixture
-def installation() -> Iterator[Installation]:
-    before = F.multi_head_attention_forward
-    found = Installation()
-    yield found
-    found.remove()
-    assert F.multi_head_attention_forward is before
 
 
 @pytest.fixture
 def x() -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.randn(BATCH, SIZE, WIDTH, generator=generator, requires_grad=True)
-
-
-def mha(**options: Any) -> nn.MultiheadAttention:
-    torch.manual_seed(1)
-    return nn.MultiheadAttention(WIDTH, HEADS, **{"batch_first": True, **options})
+    return rows()
 
 
 def tree(leaf: nn.Module) -> nn.Module:
@@ -272,155 +248,3 @@ def test_dropout_in_eval_mode_and_triangles_per_head(x: Tensor, installation: In
             torch.testing.assert_close(attn(x, x, x, attn_mask=mask, is_causal=True)[0], plain)
         with pytest.raises(RuntimeError, match="Need attn_mask"):  # as on one device
             attn(x, x, x, is_causal=True)
-
-
-class Block(nn.Module):
-    """Compiled as a whole; `options` of the call, and whether weights are returned."""
-
-    def __init__(self, used: bool = False, **options: Any) -> None:
-        super().__init__()
-        self.attn, self.used, self.options = mha(**options.pop("made", {})), used, options
-
-    def forward(self, x: Tensor) -> Any:
-        out, weights = self.attn(x, x, x, **self.options)
-        return (out, weights) if self.used else out
-
-
-@pytest.mark.parametrize("options", [{}, {"attn_mask": LATER, "is_causal": True}])
-@pytest.mark.parametrize("first", ["plain", "context"])
-def test_one_graph_serves_both(
-    first: str, options: dict[str, Any], x: Tensor, installation: Installation
-) -> None:
-    block = Block(**options)
-    expected = block(x)
-    expected.sum().backward()
-    gradient, x.grad = x.grad, None
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(block, backend=counter, fullgraph=True)
-    for inside in (first == "context", first == "plain") * 2:
-        active = context() if inside else None
-        with SLOT.activate(active):
-            out = compiled(x)
-            out.sum().backward()
-        torch.testing.assert_close(out, expected)
-        torch.testing.assert_close(x.grad, gradient)
-        x.grad = None
-        assert active is None or (active.log.attention, active.log.causal) == (1, bool(options))
-    assert counter.frame_count == 1
-
-
-COMPILED: dict[str, tuple[dict[str, Any], str]] = {
-    "weights": ({"used": True}, "weights of nn.MultiheadAttention are not computed"),
-    "weights with a mask": (
-        {"used": True, "attn_mask": LATER},
-        "weights of nn|attention with a mask",
-    ),
-    "a mask": ({"attn_mask": LATER, "need_weights": False}, "attention with a mask"),
-    "padding": ({"key_padding_mask": PADDING}, "attention with a mask"),
-    "add_bias_kv": ({"made": {"add_bias_kv": True}}, "6 tokens are no declared sequence's share"),
-}
-
-
-@pytest.mark.parametrize("inside_first", [False, True])
-@pytest.mark.parametrize(("options", "message"), COMPILED.values(), ids=list(COMPILED))
-def test_compiled_code_refuses_when_it_runs(
-    options: dict[str, Any],
-    message: str,
-    inside_first: bool,
-    x: Tensor,
-    installation: Installation,
-) -> None:
-    """Whether the graph was made in a context or outside, and is right outside."""
-    block = Block(**options)
-    expected = block(x)
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    for inside in (inside_first, True, False):
-        if not inside:
-            torch.testing.assert_close(compiled(x), expected)
-            continue
-        active = context(keys=KEYS if "key_padding_mask" in options else None)
-        with SLOT.activate(active), pytest.raises(RuntimeError, match=message):
-            compiled(x)
-
-
-def test_compiled_dropout_drops_in_output_and_weights_alike(installation: Installation) -> None:
-    x = torch.randn(BATCH, SIZE, WIDTH)
-    block = Block(used=True, made={"dropout": 0.5})
-    nn.init.eye_(block.attn.out_proj.weight)
-    compiled = torch.compile(block, backend="aot_eager", fullgraph=True)
-    out, weights = compiled(x)
-    zero = (weights == 0).all(-1)  # rows in which every key was dropped, in all heads
-    assert torch.equal(zero, (out == 0).all(-1))
-    assert not torch.allclose(out, block.eval()(x)[0])
-    with SLOT.activate(context()), pytest.raises(RefusedError, match="weights of nn"):
-        compiled(x)
-
-
-def vmapped(q: Tensor) -> Tensor:
-    return torch.func.vmap(F.scaled_dot_product_attention)(q, q, q)
-
-
-def vmapped_keys(q: Tensor) -> Tensor:
-    call = torch.func.vmap(F.scaled_dot_product_attention, in_dims=(0, None, None))
-    return call(q, q[0], q[0])
-
-
-def strided(q: Tensor) -> Tensor:
-    nested = torch._nested_view_from_buffer(
-        q.detach().flatten(),
-        *(torch.tensor(s) for s in ([[HEADS, 5, 4]] * 2, [[20, 4, 1]] * 2)),
-        torch.tensor([0, 40]),
-    )
-    return F.scaled_dot_product_attention(nested, nested, nested)
-
-
-def jagged(q: Tensor) -> Tensor:
-    offsets = torch.tensor([0, 3, 10])
-    rows = q.detach().transpose(1, 2).reshape(10, HEADS, 4)
-    nested = torch.nested.nested_tensor_from_jagged(rows, offsets).transpose(1, 2)
-    return F.scaled_dot_product_attention(nested, nested, nested).values()
-
-
-def wrapped(q: Tensor) -> Tensor:
-    pair = TwoTensor(q, q.clone())
-    return F.scaled_dot_product_attention(pair, pair, pair).a
-
-
-UNSEEN: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
-    "vmap": (vmapped, "attention within vmap; call it without"),
-    "vmap over queries": (vmapped_keys, "attention within vmap"),
-    "strided": (strided, "attention over nested tensors; pass padded tensors"),
-    "jagged": (jagged, "attention over nested tensors"),
-    "wrapper": (wrapped, "attention over a TwoTensor is not supported"),
-}
-
-
-@pytest.mark.parametrize(("call", "message"), UNSEEN.values(), ids=list(UNSEEN))
-@pytest.mark.filterwarnings("ignore:.*performance drop because we have not yet implemented")
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_attention_that_no_override_would_see(
-    call: Callable[[Tensor], Tensor], message: str
-) -> None:
-    q = torch.randn(BATCH, HEADS, SIZE, 4)
-    before = call(q)
-    installation = Installation()
-    try:
-        during = call(q)
-        with SLOT.activate(context()), pytest.raises(RefusedError, match=message):
-            call(q)
-    finally:
-        installation.remove()
-    for found in (during, call(q)):
-        pairs = [x.unbind() if x.is_nested else [x] for x in (found, before)]
-        torch.testing.assert_close(*pairs)
-
-
-def test_private_names_of_torch() -> None:
-    name = "aten::scaled_dot_product_attention"
-    assert torch._C._dispatch_has_kernel_for_dispatch_key(name, _torch.VMAP)
-    for key in (*_torch.nested_keys("cpu"), *_torch.nested_keys("cuda")):
-        assert not torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
-    module, function = _torch.JAGGED
-    assert callable(getattr(module, function))
-    assert not _torch.is_wrapper(torch.ones(1))
-    assert not _torch.is_wrapper(nn.Parameter(torch.ones(1)))

@@ -19,6 +19,7 @@ from lightning_cp.data.cut import Rules, cut
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mesh import Mesh
+from lightning_cp.plan import Direct
 from lightning_cp.plugin.table import StartTable
 from lightning_cp.topology import Topology
 from tests._harness.models import overridden
@@ -98,6 +99,7 @@ def test_options_arrive():
     [
         ("layout", "spiral", r"layout='spiral' is unknown; use one of auto, contiguous, zigzag"),
         ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
+        ("exchange", Direct, r"Direct.*auto, allgather, direct, ring.* or Direct\(\), Ring\(\)"),
         ("attention_backend", "magic", r"use one of auto, cudnn, efficient, flash, .*sdpa"),
         ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),

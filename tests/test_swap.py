@@ -2,7 +2,7 @@
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -50,14 +50,6 @@ def context(
         exchange="ring",
         module=None if module is None else weakref.ref(module),
     )
-
-
-@pytest.fixture
-def installation() -> Iterator[Installation]:
-    found = Installation()
-    yield found
-    found.remove()
-    assert not overrides()
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from lightning_cp.comm import throttle
 from lightning_cp.comm.mailbox import Mailboxes
-from lightning_cp.comm.p2p import GroupLink
-from lightning_cp.comm.throttle import BlockingLink, ThrottledLink, measured_rate
+from lightning_cp.comm.p2p import BlockingLink, GroupLink
+from lightning_cp.comm.throttle import ThrottledLink, measured_rate
 from lightning_cp.errors import ConfigError
 
 KILOBYTE = 8e-6

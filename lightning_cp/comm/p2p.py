@@ -57,6 +57,36 @@ class GroupLink:
         return exchange(sends, receives, group=self.group)
 
 
+class BlockingLink:
+    """Posts messages when they are waited for, so that none travels while a rank computes.
+
+    Any executor runs without overlap over it. Peers must wait for their messages in
+    one order, as the rounds of a plan do; buffers are as many as with overlap.
+
+    Args:
+        link: what carries the messages.
+    """
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+        """See `exchange`."""
+        return _Deferred(self._link, sends, receives)
+
+
+class _Deferred:
+    """Messages that nobody has posted yet."""
+
+    def __init__(self, link: Link, sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        self._link, self._sends, self._receives = link, sends, receives
+
+    def wait(self) -> None:
+        """Post every message and wait for it."""
+        self._link.exchange(self._sends, self._receives).wait()
+        self._sends, self._receives = (), ()
+
+
 class Pending:
     """Messages in flight. Buffers must not be touched before `wait` returns."""
 

@@ -1,4 +1,4 @@
-"""Links for benchmarks: one as slow as asked for, and one that never works in the background.
+"""A link for benchmarks that is as slow as asked for.
 
 [Note: an emulated link] Real messages travel at once over the link inside. Each is followed by a
 tiny one that says when its last byte would have left its sender at the asked rate; both sides wait
@@ -68,36 +68,6 @@ class _Paced:
         remaining = max(map(float, self._due), default=0.0) - time.monotonic()
         if remaining > 0:
             time.sleep(remaining)
-
-
-class BlockingLink:
-    """Posts messages when they are waited for, so that none travels while a rank computes.
-
-    What an exchange costs without overlap, for any executor. Peers must wait for their messages in
-    one order, as the rounds of a plan do; buffers are as many as with overlap.
-
-    Args:
-        link: what carries the messages.
-    """
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
-        """See `lightning_cp.comm.p2p.exchange`."""
-        return _Deferred(self._link, sends, receives)
-
-
-class _Deferred:
-    """Messages that nobody has posted yet."""
-
-    def __init__(self, link: Link, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self._link, self._sends, self._receives = link, sends, receives
-
-    def wait(self) -> None:
-        """Post every message and wait for it."""
-        self._link.exchange(self._sends, self._receives).wait()
-        self._sends, self._receives = (), ()
 
 
 def measured_rate(

@@ -15,9 +15,10 @@ from torch import Tensor
 from lightning_cp.kernels.base import BlockKernel, Saved
 from lightning_cp.kernels.cuda import HALF, aligned, too_old, unfit, width
 from lightning_cp.kernels.reference import Reference
-from lightning_cp.kernels.visible import additive, square
+from lightning_cp.kernels.visible import additive
 from lightning_cp.plan import Tile
 from lightning_cp.plan.memory import BANDED
+from lightning_cp.plan.rounds import square
 
 MASK_ALIGNMENT = 16
 """Elements between the rows of a mask are a multiple of it."""

@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.base import BlockKernel, Saved
-from lightning_cp.kernels.visible import additive, square
+from lightning_cp.kernels.visible import additive
 from lightning_cp.plan import Tile
-from lightning_cp.plan.memory import BANDED, SMALL
+from lightning_cp.plan.memory import BANDED, slow_in_half
+from lightning_cp.plan.rounds import square
 
 
 class Sdpa(BlockKernel):
@@ -50,7 +51,7 @@ class Sdpa(BlockKernel):
         q, out, grad, k, v = (
             _rows_contiguous(x) for x in (saved.q, saved.out, saved.grad_out, k, v)
         )
-        if q.dtype.itemsize == 2 and min(q.shape[2], k.shape[2]) <= SMALL:
+        if q.dtype.itemsize == 2 and slow_in_half(q.shape[2], k.shape[2]):
             q, out, grad, k, v = (x.float() for x in (q, out, grad, k, v))
         found: tuple[Tensor, Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default(

@@ -1,10 +1,10 @@
 """How many bytes the run of a plan holds: the executor's buffers, counted without running it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from lightning_cp.plan.rounds import Round, Tile, Transfer
+from lightning_cp.plan.rounds import Round, Transfer, square
 
 CHUNK = 2**19
 """Elements of an output that are merged at a time, which bounds the temporary memory."""
@@ -12,8 +12,8 @@ CHUNK = 2**19
 BANDED = 256
 """Queries of a banded tile that a kernel which takes masks computes at a time."""
 
-SMALL = 256
-"""Rows or keys up to which the half-precision backward of a CPU is slower than the float one."""
+NARROW, SMALL = 128, 2**16
+"""Rows or keys, and pairs of them, of a tile whose half-precision backward a CPU does in float."""
 
 
 class Memory(NamedTuple):
@@ -62,6 +62,11 @@ class Sizes(NamedTuple):
     def pair(self) -> int:
         """Elements of a row of keys and values."""
         return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+
+
+def slow_in_half(q_rows: int, k_rows: int) -> bool:
+    """Whether the half-precision backward of a CPU is slower than copies to float and back."""
+    return min(q_rows, k_rows) <= NARROW or q_rows * k_rows <= SMALL
 
 
 def forward_peak(
@@ -137,46 +142,36 @@ def _arriving(step: Round, group: Sizes) -> int:
 
 
 def _part(step: Round, group: Sizes, *, merged: bool) -> int:
-    """The most that a tile needs: its mask while it is made, or its output, LSE and merging."""
+    """The most that a block needs: its mask while it is made, or its output, LSE and merging."""
     row = group.out * group.itemsize + group.batch * group.heads * group.state
     found = 0
-    for tile in step.tiles:
-        mask = _masking(tile, group)
-        making = mask + 2 * _q(tile) * _k(tile) if mask else 0
-        merging = min(_q(tile) * group.out, CHUNK) * group.state
+    for q, k, banded in _blocks(step):
+        mask = banded * q * k * group.itemsize
+        making = mask + banded * 2 * q * k
+        merging = min(q * group.out, CHUNK) * group.state
         merging *= merged and group.state != group.itemsize
-        found = max(found, making, mask + _q(tile) * row, _q(tile) * row + merging)
+        found = max(found, making, mask + q * row, q * row + merging)
     return found
 
 
 def _parts(step: Round, group: Sizes) -> int:
-    """Gradients of the largest tile."""
-    return max((_tile_gradients(tile, group) for tile in step.tiles), default=0)
+    """Gradients of the largest block, with what it copies and its mask."""
+    return max((_gradients(*block, group) for block in _blocks(step)), default=0)
 
 
-def _tile_gradients(tile: Tile, group: Sizes) -> int:
-    grads = _q(tile) * group.query + _k(tile) * group.pair
-    if group.itemsize == 2 and min(_q(tile), _k(tile)) <= SMALL:
-        copies = grads + 2 * _q(tile) * group.out
-        return (grads + copies) * group.state + _masking(tile, group, group.state)
-    return grads * group.itemsize + _masking(tile, group)
+def _gradients(q: int, k: int, banded: bool, group: Sizes) -> int:
+    grads = q * group.query + k * group.pair
+    mask = banded * q * k
+    if group.itemsize == 2 and slow_in_half(q, k):
+        return (2 * grads + 2 * q * group.out + mask) * group.state
+    return (grads + mask) * group.itemsize
 
 
-def _masking(tile: Tile, group: Sizes, itemsize: int | None = None) -> int:
-    """The mask of a band, as something to add to the scores."""
-    if tile.band is None:
-        return 0
-    return _q(tile) * _k(tile) * (itemsize or group.itemsize)
-
-
-def _q(tile: Tile) -> int:
-    rows = tile.q[1] - tile.q[0]
-    return rows if tile.band is None else min(rows, BANDED)
-
-
-def _k(tile: Tile) -> int:
-    keys = tile.k[1] - tile.k[0]
-    return keys if tile.band is None else min(keys, BANDED + tile.band[1] - tile.band[0])
+def _blocks(step: Round) -> Iterator[tuple[int, int, bool]]:
+    """Queries and keys of every block that a kernel computes at a time, and whether a band."""
+    for tile in step.tiles:
+        for (start, stop), (first, last), _, _, band in square(tile, BANDED):
+            yield stop - start, last - first, band is not None
 
 
 def _rows(transfers: Sequence[Transfer]) -> int:

@@ -39,6 +39,45 @@ def _up_to(q: int, k: int, distance: int) -> int:
     return rows * (first + distance + 1) + rows * (rows - 1) // 2 + max(0, q - whole) * k
 
 
+def square(tile: Tile, rows: int) -> tuple[Tile, ...]:
+    """A tile as blocks for kernels whose causal blocks are aligned at the top left.
+
+    A causal tile becomes a full block left of a square causal one, a banded one blocks of at most
+    `rows` queries.
+    """
+    if tile.band is not None:
+        return _narrow(tile, rows)
+    corner = tile.k[1] - (tile.q[1] - tile.q[0])
+    if not tile.causal or corner == tile.k[0]:
+        return (tile,)
+    return (
+        tile._replace(k=(tile.k[0], corner), causal=False),
+        tile._replace(k=(corner, tile.k[1])),
+    )
+
+
+def _narrow(tile: Tile, rows: int) -> tuple[Tile, ...]:
+    """A banded tile as blocks of at most `rows` queries with just the keys that these see."""
+    assert tile.band is not None  # invariant: only banded tiles are narrowed
+    (start, stop), (first, last) = tile.q, tile.k
+    low, high = tile.band
+    blocks = []
+    for at in range(0, stop - start, rows):
+        n = min(rows, stop - start - at)
+        begin, end = max(0, at + low), min(last - first, at + n + high)
+        band = (low + at - begin, high + at - begin)
+        full = band[0] <= 1 - n and band[1] >= end - begin - 1
+        blocks.append(
+            Tile(
+                (start + at, start + at + n),
+                (first + begin, first + end),
+                row=tile.row,
+                band=None if full else band,
+            )
+        )
+    return tuple(blocks)
+
+
 class Transfer(NamedTuple):
     """Rows that travel to or from `peer` (a rank of the group) in one message, packed in order."""
 

@@ -144,7 +144,7 @@ PRECISION = [
     works(
         "precision bf16-mixed",
         "equal to 1e-2",
-        fitted(case=replace(BASE, precision="bf16-mixed")),
+        fitted(case=replace(SMALL, precision="bf16-mixed")),
         tolerance=1e-2,
     ),
     works(
@@ -156,7 +156,7 @@ PRECISION = [
     works(
         "precision 16-mixed",
         "on CPU Lightning takes bf16-mixed in its place, and says so; not run on a GPU",
-        fitted(case=replace(BASE, precision="16-mixed")),
+        fitted(case=replace(SMALL, precision="16-mixed")),
         tolerance=1e-2,
     ),
 ]

@@ -331,10 +331,12 @@ def trainer_of(
     return pool_trainer(rank, world, strategy, **settings)
 
 
-def seeded(case: Case, dense: bool = False) -> LanguageModel:
+def seeded(
+    case: Case, dense: bool = False, kind: type[LanguageModel] = LanguageModel
+) -> LanguageModel:
     """The module with its initial parameters, the same for every run."""
     pl.seed_everything(7, verbose=False)
-    return LanguageModel(case, dense)
+    return kind(case, dense)
 
 
 def outcome(trainer: pl.Trainer, model: LanguageModel) -> Outcome:
@@ -353,9 +355,15 @@ def outcome(trainer: pl.Trainer, model: LanguageModel) -> Outcome:
     )
 
 
-def fit(rank: int, world: int, case: Case, options: Mapping[str, Any] | None = None) -> Outcome:
-    """Train and validate; a task of the pool. See `trainer_of`."""
-    model = seeded(case, dense=options is None)
+def fit(
+    rank: int,
+    world: int,
+    case: Case,
+    options: Mapping[str, Any] | None = None,
+    kind: type[LanguageModel] = LanguageModel,
+) -> Outcome:
+    """Train a module of a kind, and validate; a task of the pool. See `trainer_of`."""
+    model = seeded(case, options is None, kind)
     trainer = trainer_of(rank, world, case, options)
     trainer.fit(model, *loaders(case))
     return outcome(trainer, model)

@@ -3,6 +3,7 @@
 import re
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.api import WATCHED, ContextParallel
 from lightning_cp.config import Config
@@ -151,7 +153,16 @@ HOWS = {
 }
 
 
-def run_reductions(rank: int, world: int, own_group: bool) -> dict[str, list[tuple[str, str, int]]]:
+class Onlooker(TorchDispatchMode):
+    """A mode of the user's: every operator is called by its line, not by torch's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def run_reductions(
+    rank: int, world: int, own_group: bool, mode: type = nullcontext
+) -> dict[str, list[tuple[str, str, int]]]:
     """Warnings of every way: message, file, line; over all ranks or a group of this one alone."""
     groups = [dist.new_group([r]) for r in range(world)]
     parallel, found = parallel_of(rank, world, "zigzag"), {}
@@ -163,7 +174,7 @@ def run_reductions(rank: int, world: int, own_group: bool) -> dict[str, list[tup
                 warnings.simplefilter("always")
                 for index in range(2):
                     shard = parallel.shard(tokens(), module=model, stage=name)
-                    with parallel.active(shard):
+                    with parallel.active(shard), mode():
                         model.training_step(shard.batch, index)  # type: ignore[operator]
             found[name] = [
                 (str(w.message), w.filename, w.lineno)
@@ -175,8 +186,9 @@ def run_reductions(rank: int, world: int, own_group: bool) -> dict[str, list[tup
     return found
 
 
-def test_collectives_of_the_models_own_are_warned_of_once_a_line(pool: Pool) -> None:
-    for found in pool.run(run_reductions, False, world=2):
+@pytest.mark.parametrize("mode", [nullcontext, Onlooker])
+def test_collectives_of_the_models_own_are_warned_of_once_a_line(mode: type, pool: Pool) -> None:
+    for found in pool.run(run_reductions, False, mode, world=2):
         for name, caught in found.items():
             assert len(caught) == (name != "nothing"), f"{name}: {caught}"
         for name, how in list(HOWS.items())[:-1]:

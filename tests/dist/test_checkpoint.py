@@ -1,7 +1,7 @@
 """Checkpoints hold no trace of context parallelism: they move between it and one process."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -17,18 +17,13 @@ from tests._harness.models import (
     seeded,
     trainer_of,
 )
+from tests._harness.resumed import Mesh, fit_resuming, second_epoch
+from tests._harness.rows import assert_same
 
 pytestmark = pytest.mark.dist
 
 ONE = Case(momentum=0.9)
 TWO = Case(momentum=0.9, epochs=2)
-
-
-class Mesh(NamedTuple):
-    """A number of ranks and the options of the strategy; None: the plain Trainer."""
-
-    world: int
-    options: dict[str, Any] | None
 
 
 MESHES = {
@@ -52,19 +47,6 @@ def fit_saving(
     return outcome(trainer, model), callback.best_model_path, float(callback.best_model_score)
 
 
-def fit_resuming(
-    rank: int, world: int, case: Case, options: dict[str, Any] | None, path: Path
-) -> Outcome:
-    """Continue from a checkpoint; the parameters that the module starts with are others."""
-    model = seeded(case)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    trainer = trainer_of(rank, world, case, options)
-    trainer.fit(model, *loaders(case), ckpt_path=path)
-    return outcome(trainer, model)
-
-
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
     """Folder with checkpoints of one epoch, for every mesh that is asked for."""
@@ -84,7 +66,7 @@ def saved(pool, tmp_path_factory):
 def uninterrupted(plain):
     """The second of two epochs of the plain Trainer."""
     (found,) = plain(TWO)
-    return found._replace(ids=found.ids[6:], step_losses=found.step_losses[3:])
+    return second_epoch(found, TWO)
 
 
 def test_best_and_last_are_written(pool, tmp_path):
@@ -137,10 +119,7 @@ def test_resumes(before, after, saved, uninterrupted, pool):
     mesh = MESHES[after]
     file = saved(before) / "last.ckpt"
     for found in pool.run(fit_resuming, TWO, mesh.options, file, world=mesh.world):
-        assert found.ids == uninterrupted.ids
-        assert found.counts == uninterrupted.counts
-        distances = furthest(found, uninterrupted)
-        assert max(distances.values()) <= 1e-6, distances
+        assert_same(found, uninterrupted, 1e-6)
 
 
 def test_momentum_matters(saved, uninterrupted, pool, tmp_path):

@@ -32,7 +32,7 @@ ELSEWHERE = {
         "zero_stage=0",
     ),
     "test_zero3": ("zero_stage=3", "zero_stage=3, save_checkpoint and ckpt_path"),
-    "test_sharding": ("toggle_optimizer with zero_stage=3",),
+    "test_sharding_steps": ("toggle_optimizer with zero_stage=3",),
     "test_checkpoint": ("save_checkpoint and ckpt_path",),
     "test_compile": ("torch.compile of its network",),
     "test_predict": ("predict",),

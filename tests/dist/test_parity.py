@@ -1,15 +1,13 @@
 """Whole Trainer runs equal those of the plain Trainer with one device per virtual device."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch.distributed as dist
 
+from lightning_cp.plan import Direct
 from tests._harness.grid import named, rotated
 from tests._harness.models import Case, evaluate, fit, furthest, seeded
-from tests._harness.pool import Pool
-from tests._harness.rows import TOLERANCE, Plain, Row, trainer
+from tests._harness.rows import TOGETHER, TOLERANCE, TRAINING, Row, check, trainer
 
 pytestmark = pytest.mark.dist
 
@@ -22,9 +20,9 @@ GRID = [
             1,
             world,
         )
-        for exchange in ("ring", "allgather")
+        for exchange in ("ring", "direct", "allgather")
         for layout in ("contiguous", "zigzag")
-        for world in (1, 2, 3)
+        for world in (2, 3)
     ),
     Row("dp2-cp2-ring-zigzag", Case(samples=12), {}, 2, 2),
     Row(
@@ -37,48 +35,23 @@ GRID = [
     Row("dp2-cp1", Case(samples=12), {}, 2, 1),
 ]
 
-TRAINING = [
+ROWS = [
+    *TRAINING,
+    *TOGETHER,
     Row("momentum", Case(momentum=0.9), {}),
     Row("accumulation", Case(samples=12, trainer=trainer(accumulate_grad_batches=2)), {}),
-    Row("accumulation-rest", Case(samples=10, trainer=trainer(accumulate_grad_batches=2)), {}),
     Row("clip-norm", Case(trainer=trainer(gradient_clip_val=0.1)), {}),
-    Row(
-        "clip-value",
-        Case(trainer=trainer(gradient_clip_val=1e-3, gradient_clip_algorithm="value")),
-        {},
-    ),
-    Row("manual", Case(optimisation="manual"), {}),
     Row("two-epochs", Case(epochs=2, momentum=0.9), {}),
     Row("shuffle", Case(shuffle=True, epochs=2), {}),
-    Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
-    Row("recomputed-loss", Case(recomputed="everything"), {}),
-    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
-    Row(
-        "one-backward-for-two-batches",
-        Case(lengths=(24, 17), recomputed="blocks", optimisation="delayed"),
-        {},
-    ),
     Row(
         "one-backward-for-two-paddings",
         Case(padding=("left", "right"), samples=8, recomputed="blocks", optimisation="delayed"),
         {},
     ),
-    Row(
-        "everything-on-four-ranks",
-        Case(
-            samples=24,
-            epochs=2,
-            momentum=0.9,
-            recomputed="blocks",
-            kv_heads=2,
-            trainer=trainer(accumulate_grad_batches=2, gradient_clip_val=0.1),
-        ),
-        {},
-        2,
-        2,
-    ),
     Row("shuffle-on-four-ranks", Case(samples=12, shuffle=True, epochs=2), {}, 2, 2),
     Row("grouped-heads", Case(kv_heads=2), {}, cp=3),
+    Row("groups-of-heads", Case(kv_heads=2), {"exchange": Direct(head_chunks=2)}, cp=3),
+    Row("no-overlap", Case(), {"overlap": False}, cp=3),
 ]
 
 BATCHES = [
@@ -120,22 +93,6 @@ def labelled_in_front(layout: str, world: int) -> Row:
     return Row(f"labels-on-one-rank-{layout}-W{world}", Case(valid="front"), options, cp=world)
 
 
-def check(row: Row, pool: Pool, plain: Plain, precision: str) -> None:
-    case = replace(row.case, precision=precision)
-    expected = plain(case, row.dp)
-    options = {"context_parallel_size": row.cp, **row.options}
-    found = pool.run(fit, case, options, world=row.dp * row.cp)
-    for rank, outcome in enumerate(found):
-        one = expected[rank // row.cp]
-        assert outcome.ids == one.ids, f"rank {rank}"
-        assert outcome.counts == one.counts, f"rank {rank}"
-        assert outcome.metrics.keys() == one.metrics.keys(), f"rank {rank}"
-        assert outcome.swapped == (row.cp > 1), f"rank {rank}"
-        distances = furthest(outcome, one)
-        print(f"{row.name} {precision} rank {rank}: {distances}")
-        assert max(distances.values()) <= TOLERANCE[precision], f"rank {rank}: {distances}"
-
-
 @pytest.mark.parametrize(
     ("row", "precision"), rotated(GRID, [(name,) for name in TOLERANCE]), ids=named
 )
@@ -143,7 +100,7 @@ def test_grid(row, precision, pool, plain):
     check(row, pool, plain, precision)
 
 
-@pytest.mark.parametrize("row", TRAINING, ids=named)
+@pytest.mark.parametrize("row", ROWS, ids=named)
 def test_training(row, pool, plain):
     check(row, pool, plain, "64-true")
 
@@ -153,9 +110,7 @@ def test_batches(row, pool, plain):
     check(row, pool, plain, "64-true")
 
 
-@pytest.mark.parametrize(
-    ("size", "layout"), rotated((1, 2, 7, 10), [("zigzag",), ("contiguous",)])
-)
+@pytest.mark.parametrize(("size", "layout"), rotated((1, 2, 7, 10), [("zigzag",), ("contiguous",)]))
 def test_short_rows(size, layout, pool, plain):
     check(of_size(size, layout), pool, plain, "64-true")
 

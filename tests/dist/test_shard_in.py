@@ -38,6 +38,7 @@ from tests._harness.models import (
     seeded,
     trainer_of,
 )
+from tests._harness.sources import Broken, List, Own, Pairs, Stream
 from tests._harness.trainer import workers_allowed
 
 pytestmark = pytest.mark.dist
@@ -45,49 +46,6 @@ pytestmark = pytest.mark.dist
 CASE = Case(samples=8, lengths=(9, 13), epochs=2, precision="64-true", padding=("left", "right"))
 SHORT = replace(CASE, epochs=1)
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-
-
-class Stream(IterableDataset[Any]):
-    """The samples of a text, in order, from the first worker alone."""
-
-    def __init__(self, case: Case, batches: bool = False) -> None:
-        self._text, self._size = Text(case, case.samples), case.batch if batches else 0
-
-    def __iter__(self) -> Iterator[Any]:
-        info = torch.utils.data.get_worker_info()
-        rows = [self._text[i] for i in range(len(self._text))] if not info or not info.id else []
-        if not self._size:
-            yield from rows
-        for start in range(0, len(rows), self._size or len(rows) + 1) if self._size else ():
-            yield default_collate(rows[start : start + self._size])
-
-
-class Pairs(BatchSampler):
-    """A batch sampler of the user's: the last of every batch first."""
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch[::-1] for batch in super().__iter__())
-
-
-class Own(DataLoader[Any]):
-    """Changes batches after their collate function."""
-
-    def __iter__(self) -> Any:
-        for batch in super().__iter__():
-            yield {**batch, "input_ids": batch["input_ids"].clone()}
-
-
-class List(tuple[Any, ...]):
-    """Batches; Lightning takes plain lists and tuples for several loaders."""
-
-
-class Broken(Text):
-    """Cannot be read to its end on the second rank."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 4 and torch.distributed.get_rank() == 1:
-            raise OSError("the disk is gone")
-        return super().__getitem__(index)
 
 
 class Watching(LanguageModel):
@@ -417,48 +375,3 @@ def test_a_loader_cuts_for_its_own_run_alone(pool):
     for seen, left in pool.run(again, world=2):
         assert seen == 5 * [list(range(8))]
         assert left == 3 * ["dict"]
-
-
-class Moving:
-    """No container and no tensor, but it moves."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        self.device, self.pinned = device, False
-
-    def to(self, device: Any) -> "Moving":
-        return Moving(str(device))
-
-    def pin_memory(self) -> "Moving":
-        self.pinned = True
-        return self
-
-
-def share() -> Share:
-    return Share(Rules(layout=LAYOUTS["zigzag"]), "zigzag", 1, 2)
-
-
-def test_objects_that_move_do_so_with_their_batch():
-    rows = {"input_ids": torch.arange(18).view(2, 9), "graph": Moving(), "names": ["a", "b"]}
-    found = WorkerCollate(lambda samples: samples, share)(rows)
-    assert isinstance(found, ShardedBatch)
-    moved = found.to("meta")
-    assert moved.batch["input_ids"].is_meta
-    assert (moved.batch["graph"].device, moved.batch["names"]) == ("meta", ["a", "b"])
-    assert found.batch["graph"].device == "cpu"
-
-
-def test_a_copy_for_another_process_has_the_answer_of_that_moment():
-    answers: list[Any] = [None]
-    collate = WorkerCollate(collated, lambda: answers[-1])
-    samples = [Text(CASE, 2)[index] for index in range(2)]
-    whole = pickle.loads(pickle.dumps(collate))
-    answers.append(share())
-    cut = copy.deepcopy(collate)
-    answers.append(None)
-    assert isinstance(whole(samples), dict)
-    assert isinstance(cut(samples), ShardedBatch)
-    assert isinstance(collate(samples), dict)
-    assert collate.__name__ == "collated"  # attributes are those of the user's function
-    failed = cut([{"tokens": torch.ones(3)}])
-    assert isinstance(failed, Uncut)
-    assert "no field of the batch has a sequence dimension" in failed.reason

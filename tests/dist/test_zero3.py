@@ -12,19 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
 
 from tests._harness.grid import named
-from tests._harness.models import (
-    Case,
-    LanguageModel,
-    Outcome,
-    fit,
-    furthest,
-    loaders,
-    outcome,
-    seeded,
-    trainer_of,
-)
+from tests._harness.models import Case, LanguageModel, Outcome, loaders, outcome, seeded, trainer_of
 from tests._harness.pool import Pool
-from tests._harness.rows import TOLERANCE, Plain, Row, trainer
+from tests._harness.resumed import Mesh, fit_resuming, moved, second_epoch
+from tests._harness.rows import TOGETHER, TRAINING, Row, assert_same, check, trainer
+from tests._harness.sharded import SHARDED
 
 pytestmark = pytest.mark.dist
 
@@ -35,83 +27,40 @@ ROWS = [
     Row("dp2-cp1", Case(samples=12), {}, 2, 1),
     Row("dp2-cp2", Case(samples=12, momentum=0.9), {}, 2, 2),
     Row("momentum", Case(momentum=0.9, epochs=2), {}),
-    Row("accumulation-rest", Case(samples=10, trainer=trainer(accumulate_grad_batches=2)), {}),
     Row("clip-norm", Case(trainer=trainer(gradient_clip_val=0.1)), {}, cp=3),
-    Row(
-        "clip-value",
-        Case(trainer=trainer(gradient_clip_val=1e-3, gradient_clip_algorithm="value")),
-        {},
-    ),
-    Row("manual", Case(optimisation="manual"), {}),
-    Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
-    Row("recomputed-loss", Case(recomputed="everything"), {}),
-    Row(
-        "one-backward-for-two-batches",
-        Case(lengths=(24, 17), recomputed="blocks", optimisation="delayed"),
-        {},
-    ),
     Row("labels-on-one-rank", Case(valid="front"), {}, cp=3),
     Row("padding-both", Case(padding=("left", "right")), {"layout": "contiguous"}, cp=3),
+    *TRAINING,
     Row("root-only", Case(), {"auto_wrap_policy": ()}),
     Row("root-only-manual", Case(optimisation="manual"), {"auto_wrap_policy": ()}),
 ]
-TOGETHER = [
-    Row("recomputed-loss-by-hand", Case(recomputed="everything", optimisation="manual"), {}),
-    Row(
-        "everything-on-four-ranks",
-        Case(
-            samples=24,
-            epochs=2,
-            momentum=0.9,
-            recomputed="blocks",
-            kv_heads=2,
-            trainer=trainer(accumulate_grad_batches=2, gradient_clip_val=0.1),
-        ),
-        {},
-        2,
-        2,
-    ),
-]
-
-
-def check(row: Row, pool: Pool, plain: Plain, precision: str) -> None:
-    case = replace(row.case, precision=precision)
-    expected = plain(case, row.dp)
-    options = {"context_parallel_size": row.cp, "zero_stage": 3, **row.options}
-    for rank, found in enumerate(pool.run(fit, case, options, world=row.dp * row.cp)):
-        one = expected[rank // row.cp]
-        assert (found.ids, found.counts) == (one.ids, one.counts), f"rank {rank}"
-        distances = furthest(found, one)
-        print(f"{row.name} {precision} rank {rank}: {distances}")
-        assert max(distances.values()) <= TOLERANCE[precision], f"rank {rank}: {distances}"
 
 
 @pytest.mark.parametrize("row", ROWS, ids=named)
 def test_training(row, pool, plain):
-    check(row, pool, plain, "64-true")
+    check(row, pool, plain, "64-true", zero_stage=3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", TOGETHER, ids=named)
 def test_several_at_once(row, pool, plain):
-    check(row, pool, plain, "64-true")
+    check(row, pool, plain, "64-true", zero_stage=3)
 
 
 @pytest.mark.parametrize("row", ROWS[:2], ids=named)
 def test_training_in_single_precision(row, pool, plain):
-    check(row, pool, plain, "32-true")
+    check(row, pool, plain, "32-true", zero_stage=3)
 
 
 ONE, TWO = Case(samples=12, momentum=0.9), Case(samples=12, momentum=0.9, epochs=2)
-SHARDED = {"zero_stage": 3}
-MESHES: dict[str, tuple[int, dict[str, Any] | None]] = {
-    "plain1": (1, None),
-    "cp2": (2, SHARDED),
-    "cp3": (3, SHARDED),
-    "plain2": (2, None),
-    "dp2": (2, {**SHARDED, "context_parallel_size": 1}),
-    "dp2cp2": (4, {**SHARDED, "context_parallel_size": 2}),
-    "replicated": (2, {}),
+MESHES = {
+    "plain1": Mesh(1, None),
+    "cp2": Mesh(2, SHARDED),
+    "cp3": Mesh(3, SHARDED),
+    "plain2": Mesh(2, None),
+    "dp2": Mesh(2, {**SHARDED, "context_parallel_size": 1}),
+    "dp2cp2": Mesh(4, {**SHARDED, "context_parallel_size": 2}),
+    "replicated": Mesh(2, {}),
 }
 FOLDER = {"save_distributed_checkpoint": True}
 
@@ -130,24 +79,10 @@ def fit_saving(
     return found, sorted(x.name for x in folder.iterdir())
 
 
-def fit_resuming(rank: int, world: int, options: dict[str, Any] | None, path: Path) -> Outcome:
-    """The second epoch; the parameters that the module starts with are others."""
-    model = seeded(TWO)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    run = trainer_of(rank, world, TWO, options)
-    run.fit(model, *loaders(TWO), ckpt_path=path)
-    return outcome(run, model)
-
-
 def evaluate_file(
     rank: int, world: int, options: dict[str, Any] | None, path: Path
 ) -> dict[str, float]:
-    model = seeded(replace(ONE, momentum=0.0))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
+    model = moved(replace(ONE, momentum=0.0))
     run = trainer_of(rank, world, ONE, options)
     run.validate(model, loaders(ONE)[1], ckpt_path=path, verbose=False)
     return {name: float(value) for name, value in run.callback_metrics.items()}
@@ -179,9 +114,8 @@ def uninterrupted(plain):
 
     def second(name: str, rank: int) -> Outcome:
         dp = 2 if name in ("plain2", "dp2", "dp2cp2") else 1
-        one = plain(TWO, dp)[rank * dp // MESHES[name][0]]
-        steps = 3 * 2 // dp
-        return one._replace(ids=one.ids[2 * steps :], step_losses=one.step_losses[steps:])
+        one = plain(TWO, dp)[rank * dp // MESHES[name].world]
+        return second_epoch(one, TWO)
 
     return second
 
@@ -215,11 +149,8 @@ def test_file_loads_in_one_process(saved):
 def check_resumed(name: str, file: Path, uninterrupted: Any, pool: Pool, **more: Any) -> None:
     world, options = MESHES[name]
     options = None if options is None else {**options, **more}
-    for rank, found in enumerate(pool.run(fit_resuming, options, file, world=world)):
-        expected = uninterrupted(name, rank)
-        assert (found.ids, found.counts) == (expected.ids, expected.counts), rank
-        distances = furthest(found, expected)
-        assert max(distances.values()) <= 1e-6, distances
+    for rank, found in enumerate(pool.run(fit_resuming, TWO, options, file, world=world)):
+        assert_same(found, uninterrupted(name, rank), 1e-6, where=f"rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -275,6 +206,6 @@ def test_checkpoint_is_evaluated(distributed, saved, pool):
 
 def test_folder_needs_sharded_parameters(saved, pool):
     file = saved("cp2", distributed=True)[0] / "after.ckpt"
-    for failure in pool.failures(fit_resuming, {}, file, world=2):
+    for failure in pool.failures(fit_resuming, TWO, {}, file, world=2):
         assert failure.kind == "ConfigError"
         assert "consolidate_checkpoint" in failure.message

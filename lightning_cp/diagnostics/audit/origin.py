@@ -31,6 +31,9 @@ LIBRARIES = (
 )
 """Packages that know of the group, or reduce over it what they make of local tokens."""
 
+MODES = ("__torch_dispatch__", "__torch_function__")
+"""Functions of modes, which stand between every operator and whoever wants it."""
+
 SHARDING = ("torch.distributed.fsdp",)
 """Gathers and frees parameters in hooks of the model's modules."""
 
@@ -49,7 +52,7 @@ def line_of_model(passed: tuple[str, ...] = EVERYTHING) -> FrameType | None:
         name = str(frame.f_globals.get("__name__", ""))
         if _within(name, SHARDING):
             return None
-        if not _within(name, passed):
+        if not _within(name, passed) and frame.f_code.co_name not in MODES:
             asked = _within(name, ("torch", *LIBRARIES)) and not _within(name, MODELS)
             return None if asked else frame
         frame = frame.f_back

@@ -22,8 +22,8 @@ from lightning_cp.cli.bench.attention.settings import DTYPES, Case, Launch, Sett
 from lightning_cp.cli.bench.attention.truth import Truth
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import gather
-from lightning_cp.comm.p2p import GroupLink, Link
-from lightning_cp.comm.throttle import PROBE_BYTES, BlockingLink, ThrottledLink, measured_rate
+from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
+from lightning_cp.comm.throttle import PROBE_BYTES, ThrottledLink, measured_rate
 from lightning_cp.diagnostics.trace import MemoryTracker
 from lightning_cp.errors import ContextParallelError
 from lightning_cp.kernels import resolve
