@@ -259,8 +259,8 @@ def restored(
     [
         (None, False, False),
         (None, True, True),
-        ({}, False, False),
-        ({}, True, True),
+        ({"zero_stage": 0}, False, False),
+        ({"zero_stage": 0}, True, True),
         ({"zero_stage": 3}, False, True),
     ],
     ids=["plain", "plain-double", "zero0", "zero0-double", "zero3"],
