@@ -11,6 +11,7 @@ from lightning_cp.mesh import Mesh
 from lightning_cp.plugin.cutting import HOOKS, CutPlace, makes_batches_alone
 from lightning_cp.plugin.loaders import (
     SharedLoader,
+    check_shares,
     own_copy,
     random_state,
     set_random_state,
@@ -79,12 +80,19 @@ class Loading:
         return share
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The loader that a stage uses in place of the user's, which is left as it is."""
+        """The loader that a stage uses in place of the user's, which is left as it is.
+
+        Raises:
+            RefusedError: if its dataset deals out its samples to others than the virtual devices.
+        """
+        if isinstance(dataloader, SharedLoader):  # that of an earlier run of a CombinedLoader
+            dataloader = dataloader.loader
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
         mesh = self._mesh
         if mesh is None:
             return loader
         place = mesh.coordinates
+        check_shares(loader, place.dp, mesh.topology.dp)
         loader = own_copy(loader, worker_rank=place.dp, seed_worker=self._flavor.seed_worker)
         if self._place is not None:
             loader = self._place.take(loader, self._worker_share)

@@ -13,7 +13,33 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.comm.broadcast import broadcast_object
 from lightning_cp.data.collate import WorkerCollate
-from lightning_cp.errors import PeerError
+from lightning_cp.errors import PeerError, RefusedError
+
+
+def check_shares(loader: Any, device: int, devices: int) -> None:
+    """A dataset that deals out its samples by itself must do so to the virtual devices.
+
+    Those of litdata say in `distributed_env` to how many ranks they do, and which one this is.
+
+    Args:
+        loader: of a stage.
+        device: number of this virtual device.
+        devices: number of virtual devices.
+
+    Raises:
+        RefusedError: if samples would be lost, or peers would get different ones.
+    """
+    dealt = getattr(getattr(loader, "dataset", None), "distributed_env", None)
+    shares, share = getattr(dealt, "world_size", None), getattr(dealt, "global_rank", None)
+    if isinstance(shares, int) and (shares, share) != (devices, device):
+        raise RefusedError(
+            f"the dataset {type(loader.dataset).__name__} gives this process share {share} of "
+            f"{shares}, but each of the {devices} virtual devices is to read its own, this one "
+            f"share {device}: all ranks of a context-parallel group read the same. In "
+            f"train_dataloader() and its kin, set dataset.distributed_env.world_size and "
+            f"dataset.distributed_env.global_rank to the strategy's data_parallel_size and "
+            f"data_parallel_rank"
+        )
 
 
 def own_copy(loader: Any, *, worker_rank: int, seed_worker: Any) -> Any:

@@ -1,13 +1,17 @@
 """Runs with the Trainer of `pytorch_lightning` equal those of the plain Trainer."""
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests._harness.both import other_fit
-from tests._harness.models import Case, fit, furthest
+from tests._harness.models import Case, fit, furthest, seeded, trainer_of
+from tests._harness.renamed import OTHER
 from tests._harness.sharded import needs_sharding
+from tests.dist.conftest import CORE
 from tests.dist.test_checkpoint import fit_resuming
 
 pytestmark = pytest.mark.dist
@@ -60,3 +64,26 @@ def test_checkpoints_move_between_packages(pool, tmp_path):
     for found in resumed:
         assert found.ids == whole.ids
         assert max(furthest(found, whole).values()) <= 1e-6
+
+
+def homes(rank: int, world: int) -> list[str]:
+    """Where a run's classes come from; a task of the pool."""
+    trainer = trainer_of(rank, world, Case(), {})
+    module = type(seeded(Case())).__bases__[1]
+    return [x.__module__ for x in (type(trainer), type(trainer.strategy), module, ModelCheckpoint)]
+
+
+@pytest.mark.full
+def test_the_core_runs_with_the_other_package(pools):
+    """Ranks that find it under the names of `lightning.pytorch`; see tests/dist/conftest.py."""
+    (found,) = pools(OTHER).run(homes, world=1)
+    assert found == [
+        "pytorch_lightning.trainer.trainer",
+        "lightning_cp.plugin.pytorch_lightning",
+        "pytorch_lightning.core.module",
+        "pytorch_lightning.callbacks.model_checkpoint",
+    ]
+
+
+def test_files_of_the_core_are_there():
+    assert all(Path(__file__).with_name(f"test_{name}.py").exists() for name in CORE)

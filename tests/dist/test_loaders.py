@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -183,6 +184,45 @@ def test_two_by_two_reads_what_two_devices_read(data, pool):
     options = {**TWO_BY_TWO, "data": data}
     for rank, found in enumerate(pool.run(fit, case, options, world=4)):
         close(found, expected[rank // 2])
+
+
+class Dealing(Text):
+    """Deals its samples out by itself, as the streams of litdata do."""
+
+    def __init__(self, case: Case, share: tuple[int, int]) -> None:
+        super().__init__(case, case.samples)
+        self.distributed_env = SimpleNamespace(global_rank=share[0], world_size=share[1])
+
+    def __len__(self) -> int:
+        return super().__len__() // self.distributed_env.world_size
+
+    def __getitem__(self, index: int) -> Any:
+        dealt = self.distributed_env
+        return super().__getitem__(index * dealt.world_size + dealt.global_rank)
+
+
+def deal(rank: int, world: int, data: str, right: bool) -> Outcome:
+    """A run with a dataset that deals to the virtual device, or to every rank; a task."""
+    cp = world // 2 if world == 4 else world
+    share = (rank // cp, world // cp) if right else (rank, world)
+    model = seeded(CASE)
+    options = {"context_parallel_size": cp, "data": data}
+    trainer = trainer_of(rank, world, CASE, options, use_distributed_sampler=False)
+    trainer.fit(model, DataLoader(Dealing(CASE, share), batch_size=2))
+    return outcome(trainer, model)
+
+
+@pytest.mark.parametrize("data", ["check", "broadcast"])
+def test_a_dataset_that_deals_to_ranks_is_refused(data, pool):
+    for rank, failure in enumerate(pool.failures(deal, data, False, world=2)):
+        assert failure.kind == "RefusedError"
+        assert f"gives this process share {rank} of 2, but each of the 1 virtual" in failure.message
+        assert "set dataset.distributed_env.world_size" in failure.message
+
+
+def test_a_dataset_that_deals_to_virtual_devices(pool):
+    for rank, found in enumerate(pool.run(deal, "check", True, world=4)):
+        assert found.ids == list(range(rank // 2, CASE.samples, 2))
 
 
 def untouched(rank: int, world: int) -> tuple[list[int], list[str]]:

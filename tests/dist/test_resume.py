@@ -260,8 +260,8 @@ def restored(
     [
         (None, False, False),
         (None, True, True),
-        ({}, False, False),
-        ({}, True, True),
+        ({"zero_stage": 0}, False, False),
+        ({"zero_stage": 0}, True, True),
         pytest.param({"zero_stage": 3}, False, True, marks=needs_sharding),
     ],
     ids=["plain", "plain-double", "zero0", "zero0-double", "zero3"],

@@ -361,17 +361,19 @@ def again(rank: int, world: int) -> tuple[list[list[int]], list[str]]:
     workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
     loader = CombinedLoader(DataLoader(data, batch_size=2, **workers), "max_size_cycle")
     seen, left = [], []
-    for shard_in in ("worker", "main", "auto"):
+    ways = [{"shard_in": "worker"}, {"shard_in": "main"}, {"data": "broadcast"}]
+    for options in [*ways, {"data": "broadcast"}, {}]:
         model = Watching(SHORT)
-        trainer = trainer_of(rank, world, SHORT, {"shard_in": shard_in})
+        trainer = trainer_of(rank, world, SHORT, options)
         with workers_allowed():
             trainer.fit(model, loader)
-            left.append(type(next(iter(loader))[0]).__name__)
+            if "data" not in options:
+                left.append(type(next(iter(loader))[0]).__name__)
         seen.append(model.ids)
     return seen, left
 
 
 def test_a_loader_cuts_for_its_own_run_alone(pool):
     for seen, left in pool.run(again, world=2):
-        assert seen == 3 * [list(range(8))]
+        assert seen == 5 * [list(range(8))]
         assert left == 3 * ["dict"]
