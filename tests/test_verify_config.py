@@ -54,7 +54,7 @@ def test_model_without_a_loader_and_a_wrong_option(write, monkeypatch):
     settings = Settings(write(f"fit:\n  model: {{class_path: tiny.Tiny}}\n  trainer: {given}\n"))
     with pytest.raises(ConfigError, match=r"Tiny of '.*' has no train_dataloader; add 'data'"):
         settings.build(seed=0)
-    with pytest.raises(ConfigError, match=r"'strategy' of .*layout.*Got value: spiral"):
+    with pytest.raises(ConfigError, match=r"'strategy' of .*layout.*value: spiral"):
         settings.options()
     settings = Settings(write("model: {class_path: tiny.Tiny, init_args: {widt: 3}}\n"))
     with pytest.raises(ConfigError, match=r"'model' of .*'widt' is not accepted"):
