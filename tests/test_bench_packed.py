@@ -15,37 +15,13 @@ from lightning_cp.cli.bench.packed.measure import GroupCall, measure, one_thread
 from lightning_cp.cli.bench.packed.results import Results, Row, merged, repeated
 from lightning_cp.cli.bench.packed.settings import DEFAULT_LAYOUTS, Settings, Sizes
 from lightning_cp.cli.main import main
-from lightning_cp.kernels import KERNELS
-from lightning_cp.kernels.base import Kernel
 from lightning_cp.mask import Mask
 from lightning_cp.plan import build_plan
 from tests._harness import oracle
+from tests._harness.ticking import Ticking
 
 SIZES = Sizes(tokens=300, ranks=3, heads=2, head_dim=8, dtype="fp64", exchange="direct")
 SMALL = ["--tokens", "400", "--ranks", "2", "--heads", "1", "--head-dim", "8", "--draws", "2"]
-
-
-class Ticking(Kernel):
-    """Its tiles take a second for every pair of a head, of a clock that nothing else moves."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def clock(self):
-        return self.now
-
-    def rejects(self, q, v):
-        return None
-
-    def forward(self, tiles, q, k, v, *, scale):
-        for tile in tiles:
-            self.now += q.shape[1] * tile.pairs
-            yield from KERNELS["reference"].forward([tile], q, k, v, scale=scale)
-
-    def backward(self, tiles, saved, k, v, *, scale):
-        for tile in tiles:
-            self.now += 2 * saved.q.shape[1] * tile.pairs
-            yield from KERNELS["reference"].backward([tile], saved, k, v, scale=scale)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "ring"])
@@ -61,9 +37,9 @@ def test_every_rank_has_its_own_clock_and_right_results(name, exchange):
         torch.randn(1, 2, length, 8, generator=generator, dtype=torch.float64) for _ in range(4)
     ]
     inputs = [Inputs(*(layout.shard(x, rank=r, dim=2) for x in whole)) for r in range(world)]
-    kernel = Ticking()
+    kernel = Ticking(pair=1)
     found, seconds = GroupCall(plans, kernel, inputs, clock=kernel.clock)()
-    assert seconds == [3.0 * 2 * plan.work() for plan in plans]
+    assert seconds == [2 * 2 * plan.work() for plan in plans]
     truth = oracle.attention(*whole, mask, scale=8**-0.5)
     for field in Attention._fields:
         got = layout.unshard([getattr(own, field) for own in found], dim=2)

@@ -57,16 +57,16 @@ def _totals(results: Results, name: str, totals: Sequence[Total]) -> Table:
     linked = results.network is not None
     caption = f"of times over those of {results.first} in the same commands and draws"
     if linked:
-        caption += f"; with link: bytes of the busiest rank at {results.network:g} Gbit/s, after"
+        caption += f"; with link: with the bytes of the busiest rank at {results.network:g} Gbit/s"
     table = Table(title=name, caption=caption, box=box.SIMPLE)
     names = ["layout", "draws", "s", "/ first", "A/A"]
-    for column in [*names, *(["link s", "with link"] if linked else [])]:
+    for column in [*names, *(["with link"] if linked else [])]:
         table.add_column(column, justify="left" if column == "layout" else "right", no_wrap=True)
     for total in totals:
         cells = [total.layout, str(total.draws), f"{total.seconds:.3f}", f"{total.ratio:.3f}"]
         cells.append(_spread(total.aa))
         if linked:
-            cells += [f"{total.link_seconds:.3f}", f"{total.ratio_with_link:.3f}"]
+            cells.append(f"{total.ratio_with_link:.3f}")
         table.add_row(*cells)
     return table
 
