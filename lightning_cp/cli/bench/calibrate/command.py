@@ -32,7 +32,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         ("--width", 512, "of the linear layers"),
         ("--matrices", 12, "weights of a layer in matrices of width x width"),
         ("--world", 2, "processes that send each other messages"),
-        ("--repeats", 7, "runs of each, of which the median counts"),
+        ("--repeats", 7, "runs of each, of which the quickest counts"),
     ):
         parser.add_argument(option, type=int, default=default, help=text)
     parser.add_argument(

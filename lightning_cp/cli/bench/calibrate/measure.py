@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 
@@ -35,7 +34,7 @@ class Sizes:
         matrices: weights of the linear layers, in matrices of `width` x `width`.
         dtype: a name of `DTYPES`.
         world: processes that send messages.
-        repeats: runs of each, of which the median counts.
+        repeats: runs of each, of which the quickest counts.
 
     Raises:
         ConfigError: if a value cannot work, with the command's option.
@@ -89,14 +88,17 @@ class Sizes:
         ]
 
 
-def typical(
+def quickest(
     call: Callable[[], object],
     *,
     repeats: int,
     clock: Clock,
     barrier: Callable[[], object] = lambda: None,
 ) -> float:
-    """Median over runs of the seconds of a call; one run before them is dropped."""
+    """Seconds of the quickest run of a call; one run before them is dropped.
+
+    Other work on the machine makes runs slower, never quicker.
+    """
     call()
     found = []
     for _ in range(repeats):
@@ -104,7 +106,7 @@ def typical(
         start = clock()
         call()
         found.append(clock() - start)
-    return median(found)
+    return min(found)
 
 
 def attended(
@@ -130,7 +132,7 @@ def attended(
             whole.grad_out[:, :, :queries],
         )
         call = GroupCall([plan], kernel, [local])
-        seconds = typical(call, repeats=sizes.repeats, clock=clock)
+        seconds = quickest(call, repeats=sizes.repeats, clock=clock)
         found.append(Attended(queries, tile.pairs, seconds))
     return found
 
@@ -146,7 +148,7 @@ def token_seconds(sizes: Sizes, *, clock: Clock = time.perf_counter) -> float:
         gradient @ weight.T
         gradient.T @ rows
 
-    seconds = typical(products, repeats=sizes.repeats, clock=clock)
+    seconds = quickest(products, repeats=sizes.repeats, clock=clock)
     return sizes.matrices * seconds / sizes.tokens
 
 
@@ -166,7 +168,7 @@ def sent(
         link: what carries them.
         rank: rank within the group.
         world: ranks of the group, at least 2.
-        repeats: runs of each, of which the median counts.
+        repeats: runs of each, of which the quickest counts.
         barrier: lets all ranks start together.
         clock: in seconds.
         messages: bytes of each.
@@ -179,7 +181,7 @@ def sent(
         def turn(out: torch.Tensor = out, into: torch.Tensor = into) -> None:
             link.exchange([(after, out)], [(before, into)]).wait()
 
-        seconds = typical(turn, repeats=repeats, clock=clock, barrier=barrier)
+        seconds = quickest(turn, repeats=repeats, clock=clock, barrier=barrier)
         found.append(Sent(size, seconds))
     return found
 
