@@ -4,7 +4,9 @@ import argparse
 
 from lightning_cp.cli.bench.attention import command as attention
 from lightning_cp.cli.bench.balance import command as balance
+from lightning_cp.cli.bench.calibrate import command as calibrate
 from lightning_cp.cli.bench.fuzz import command as fuzz
+from lightning_cp.cli.bench.packed import command as packed
 from lightning_cp.cli.commands import Command, add_commands
 
 SUMMARY = "measure on this machine"
@@ -12,7 +14,9 @@ SUMMARY = "measure on this machine"
 BENCHMARKS = {
     "attention": Command(attention.SUMMARY, attention.add_options, attention.run),
     "balance": Command(balance.SUMMARY, balance.add_options, balance.run),
+    "calibrate": Command(calibrate.SUMMARY, calibrate.add_options, calibrate.run),
     "fuzz": Command(fuzz.SUMMARY, fuzz.add_options, fuzz.run),
+    "packed": Command(packed.SUMMARY, packed.add_options, packed.run),
 }
 
 
