@@ -72,8 +72,8 @@ class Bidirectional(LanguageModel):
         """The loss without causality."""
         causal = F.scaled_dot_product_attention
 
-        def full(*args: Any, **options: Any) -> Tensor:
-            return causal(*args[:4], 0.0, False, **options)
+        def full(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+            return causal(q, k, v, **options)
 
         with patch.object(F, "scaled_dot_product_attention", full):
             return super().loss(batch)

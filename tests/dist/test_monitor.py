@@ -203,7 +203,7 @@ def test_what_there_is_nothing_to_log_for(strategy, logger, words, tmp_path):
         **OPTIONS,
     )
     with pytest.raises(ConfigError, match=words):
-        trainer.fit(LanguageModel(Case()), loaders(Case())[0])
+        trainer.fit(LanguageModel(Case()), *loaders(Case()))
 
 
 def test_one_rank_has_nothing_to_share(tmp_path):
