@@ -15,14 +15,14 @@ from lightning_cp.mask import Mask
 from lightning_cp.verification import verify
 
 if typing.TYPE_CHECKING:
-    from lightning_cp.plugin import ContextParallelStrategy
+    from lightning_cp.plugin import ContextParallelMonitor, ContextParallelStrategy
 else:
 
     def __getattr__(name: str) -> typing.Any:
-        """`ContextParallelStrategy` of the Lightning in use, which is imported only here."""
-        if name != "ContextParallelStrategy":
+        """A class for the Lightning in use, which is imported only here."""
+        if name not in plugin.__all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return plugin.ContextParallelStrategy
+        return getattr(plugin, name)
 
 
 __version__ = "0.1.0"
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ContextParallel",
     "ContextParallelCollate",
+    "ContextParallelMonitor",
     "ContextParallelSampler",
     "ContextParallelStrategy",
     "Layout",

@@ -17,7 +17,7 @@ from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import all_gather
 from lightning_cp.config import Config
-from lightning_cp.context import SLOT, Context
+from lightning_cp.context import SLOT, CallLog, Context
 from lightning_cp.data import Cut, cut
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, sharded
 from lightning_cp.data.containers import leaves
@@ -28,6 +28,7 @@ from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
 from lightning_cp.mask import Mask
+from lightning_cp.plan import Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
 from lightning_cp.swap.huggingface import HuggingFace, makes_positions, pretrained
@@ -145,11 +146,13 @@ class ContextParallel:
             group=self.group,
             meta=self.meta,
             sequences={"sequence": part.sequence},
-            exchange="direct" if self.config.exchange == "auto" else self.config.exchange,
+            exchange=self._exchange(),
             kernel=self.config.attention_backend,
             overlap=self.config.overlap,
             compare_calls=step < WATCHED,
             module=weakref.ref(module) if module is not None else None,
+            plans=found.plans,
+            log=CallLog(planning=part.seconds),
         )
         digest = self._compare(stage, step, found, "")
         self._last, self._loss = context, None
@@ -173,7 +176,9 @@ class ContextParallel:
             as_transformers=as_transformers,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
-        return Share(rules, self.rank, self.world)
+        calls = self._last.log.seen if self._last is not None else {}
+        expected = tuple(calls) or ((True, None),)
+        return Share(rules, self.rank, self.world, self._exchange(), expected)
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
         if isinstance(batch, Uncut):
@@ -286,6 +291,9 @@ class ContextParallel:
         to = 0 if self.config.predict_gather == "rank0_cpu" else None
         dims = self.config.sequence_dims or {}
         return gather_outputs(output, shard.context, declared=dims, to=to)
+
+    def _exchange(self) -> str | Schedule:
+        return "direct" if self.config.exchange == "auto" else self.config.exchange
 
     def _layout(self) -> str | Balanced:
         """The layout of the next batch: even work where attention was causal, else plain runs."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
-from lightning_cp.context import SLOT, CallLog, Context, Sequence
+from lightning_cp.context import SLOT, CallLog, Context, Ran, Sequence
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
 from lightning_cp.kernels import resolve
@@ -88,6 +88,7 @@ def forward_implementation(
     context.log.seen[is_causal, window] = None
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal, window)
     plan = SLOT.bound(handle).plan
+    context.log.ran[_ran(handle, q, k, v, backward=False)] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
     link = _link(context)
     out, lse = executor.run(executor.forward(plan, kernel, q, k, v, scale=scale, link=link))
@@ -106,6 +107,7 @@ def backward_implementation(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the backward operator runs; returns dq, dk and dv."""
     context, plan = SLOT.bound(int(handle))
+    context.log.ran[_ran(int(handle), q, k, v, backward=True)] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
     kernel, saved = resolve(context.kernel, q, v), Saved(q, out, lse, grad)
     link = _link(context)
@@ -148,6 +150,11 @@ def _alone(q: Tensor, k: Tensor) -> Context:
 def _link(context: Context) -> Link:
     link = GroupLink(context.group)
     return link if context.overlap else BlockingLink(link)
+
+
+def _ran(handle: int, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Ran:
+    heads = q.shape[1], k.shape[1], k.shape[3], v.shape[3]
+    return Ran(handle, q.shape[0], *heads, k.element_size(), backward)
 
 
 def _limit(side: int) -> int | None:

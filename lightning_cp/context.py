@@ -8,11 +8,12 @@ integer handle that its forward saved.
 
 import weakref
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from lightning_cp.compat import at_end_of_backward
 from lightning_cp.errors import RefusedError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Documents, Mask, Window
-from lightning_cp.plan import Plan, Schedule, build_plan
+from lightning_cp.plan import Plan, PlanKey, Schedule, build_plan
 from lightning_cp.spans import Span
 
 HANDLES = 1024
@@ -63,12 +64,34 @@ class Sequence:
         return self.layout.positions(rank) < self.length
 
 
+def mask_of(q: Sequence, kv: Sequence, is_causal: bool, window: Window | None) -> Mask:
+    """Who sees whom in an attention call on two sequences, or on one with itself."""
+    isolated = q == kv and (is_causal or not q.as_transformers)
+    documents = q.documents if isolated else None
+    return Mask(q.length, kv.length, is_causal, documents, kv.keys, window)
+
+
+class Ran(NamedTuple):
+    """An attention call that ran: the handle of its plan, sizes, and which pass it was."""
+
+    handle: int
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    backward: bool
+
+
 @dataclass
 class CallLog:
     """What the swapped calls of one micro-step did: counts, and a hash that peers compare.
 
     `seen` holds the causality and the window of the attention calls, in the order of the first
-    call of each.
+    call of each; `ran` how often calls of every kind ran, recomputed ones included; `plans` what
+    their handles stand for. `built` plans were made in this process after the batch had arrived,
+    which with the layout, if that was made here, took `planning` seconds.
     """
 
     attention: int = 0
@@ -76,6 +99,10 @@ class CallLog:
     loss: int = 0
     digest: int = 0
     seen: dict[tuple[bool, Window | None], None] = field(default_factory=dict)
+    ran: Counter[Ran] = field(default_factory=Counter)
+    plans: dict[int, PlanKey] = field(default_factory=dict)
+    built: int = 0
+    planning: float = 0.0
 
     def record(self, signature: object) -> int:
         """Add a call's signature to the running hash and return its own 32-bit hash."""
@@ -100,6 +127,7 @@ class Context:
         compare_calls: compare every attention call's signature over the group before its first
             transfer (the first micro-steps of a stage).
         module: weak reference to the root module, for names in messages.
+        plans: plans that came with the batch, made where it was loaded.
         log: what was called so far.
     """
 
@@ -113,6 +141,7 @@ class Context:
     overlap: bool = True
     compare_calls: bool = False
     module: "weakref.ref[torch.nn.Module] | None" = None
+    plans: Mapping[PlanKey, Plan] = field(default_factory=dict)
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property
@@ -162,18 +191,25 @@ class Context:
         key = (batch, q_size, kv_size, is_causal, window)
         if not SLOT.holds(self._found.get(key)):
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
-            isolated = q == kv and (is_causal or not q.as_transformers)
-            documents = q.documents if isolated else None
-            mask = Mask(q.length, kv.length, is_causal, documents, kv.keys, window)
+            mask = mask_of(q, kv, is_causal, window)
             if mask.rows != (None,) and batch != kv.batch:
                 raise RefusedError(
                     f"an attention call on {batch} rows, but the batch has {kv.batch} rows with "
                     f"padding or documents of their own; keep the rows of the batch in the call, "
                     f"or wrap it in functional.local()"
                 )
-            plan = build_plan(q.layout, kv.layout, mask, rank=self.rank, exchange=self.exchange)
-            self._found[key] = SLOT.keep(self, plan)
+            wanted = PlanKey(q.layout, kv.layout, mask, self.rank, self.exchange)
+            self._found[key] = handle = SLOT.keep(self, self._plan(wanted))
+            self.log.plans[handle] = wanted
         return self._found[key]
+
+    def _plan(self, wanted: PlanKey) -> Plan:
+        """The plan that came with the batch, or the one of the cache, or a new one."""
+        start, before = perf_counter(), build_plan.cache_info().misses
+        plan = self.plans.get(wanted) or wanted.build()
+        self.log.built += build_plan.cache_info().misses - before
+        self.log.planning += perf_counter() - start
+        return plan
 
 
 class Bound(NamedTuple):

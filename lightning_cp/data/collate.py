@@ -7,12 +7,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import default_collate, get_worker_info
 
+from lightning_cp.context import Sequence, mask_of
 from lightning_cp.data.containers import items, rebuilt
 from lightning_cp.data.content import content_code, shapes_of
 from lightning_cp.data.cut import Cut, Rules, cut
 from lightning_cp.errors import BatchError
+from lightning_cp.mask import Window
+from lightning_cp.plan import Plan, PlanKey, Schedule
 
 
 class Share(NamedTuple):
@@ -22,11 +25,15 @@ class Share(NamedTuple):
         rules: how batches are cut.
         rank: rank within the context-parallel group.
         world: size of the group.
+        exchange: name of the schedule, or one with options.
+        calls: causality and window of the attention calls that are expected.
     """
 
     rules: Rules
     rank: int
     world: int
+    exchange: str | Schedule = "direct"
+    calls: tuple[tuple[bool, Window | None], ...] = ((True, None),)
 
 
 class Sharing(Protocol):
@@ -47,15 +54,17 @@ class ShardedBatch:
         world: the number of ranks that it was cut for.
         code: `content_code` of the whole batch.
         shapes: `shapes_of` the whole batch.
+        plans: of the attention calls that are expected, where a worker made them.
     """
 
-    __slots__ = ("code", "layout", "part", "rank", "shapes", "world")
+    __slots__ = ("code", "layout", "part", "plans", "rank", "shapes", "world")
     part: Cut
     layout: str
     rank: int
     world: int
     code: int
     shapes: str
+    plans: dict[PlanKey, Plan]
 
     def __init__(self, part: Cut, **facts: Any) -> None:
         for name, value in {"part": part, **facts}.items():
@@ -123,7 +132,14 @@ class Uncut:
         self.reason = reason
 
 
-def sharded(batch: Any, part: Cut, share: Share, *, code: int | None = None) -> ShardedBatch:
+def sharded(
+    batch: Any,
+    part: Cut,
+    share: Share,
+    *,
+    code: int | None = None,
+    plans: dict[PlanKey, Plan] | None = None,
+) -> ShardedBatch:
     """A cut batch with what peers compare.
 
     Args:
@@ -131,6 +147,7 @@ def sharded(batch: Any, part: Cut, share: Share, *, code: int | None = None) -> 
         part: what `cut` made of it.
         share: how.
         code: `content_code(batch)` where it is known already.
+        plans: see `planned`.
     """
     return ShardedBatch(
         part,
@@ -139,7 +156,21 @@ def sharded(batch: Any, part: Cut, share: Share, *, code: int | None = None) -> 
         world=share.world,
         code=content_code(batch) if code is None else code,
         shapes=shapes_of(batch),
+        plans=plans or {},
     )
+
+
+def planned(sequence: Sequence, share: Share) -> dict[PlanKey, Plan]:
+    """The plans of the attention calls that are expected on a batch, by what they are found by.
+
+    Args:
+        sequence: of the batch.
+        share: how the batch was cut, and which calls are expected.
+    """
+    layout = sequence.layout
+    masks = [mask_of(sequence, sequence, *call) for call in share.calls]
+    keys = [PlanKey(layout, layout, mask, share.rank, share.exchange) for mask in masks]
+    return {key: key.build() for key in keys}
 
 
 def _remade(part: Cut, facts: dict[str, Any]) -> ShardedBatch:
@@ -165,7 +196,11 @@ def _part(batch: Any, share: Share | None) -> Any:
     """
     if share is None or isinstance(batch, ShardedBatch):
         return batch
-    return sharded(batch, cut(batch, share.rules, rank=share.rank, world=share.world), share)
+    part = cut(batch, share.rules, rank=share.rank, world=share.world)
+    if get_worker_info() is None:
+        return sharded(batch, part, share)
+    part = dataclasses.replace(part, seconds=0.0)  # nobody waited for the layout
+    return sharded(batch, part, share, plans=planned(part.sequence, share))
 
 
 class ContextParallelCollate:

@@ -1,8 +1,9 @@
 """Cutting a whole batch: padding to the layout, this rank's tokens, and the facts about them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,7 @@ class Cut:
         sequence: layout, real length and padding.
         added: names of fields that were added.
         layout: name of the layout.
+        seconds: what making the layout took in this process.
     """
 
     batch: Any
@@ -51,6 +53,7 @@ class Cut:
     sequence: Sequence
     added: tuple[str, ...]
     layout: str
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,9 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         positions = torch.arange(fields.length, device=values[next(iter(dims))].device)
         values[name] = positions.expand(fields.batch, -1)
     dims.update(dict.fromkeys(added, 1))
+    start = perf_counter()
     choice, layout = _layout(fields, documents, rules, world)
+    seconds = perf_counter() - start
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
         values[name] = layout.shard(whole, rank=rank, dim=dim)
@@ -118,7 +123,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         keys=keys,
     )
     name = choice if isinstance(choice, str) else choice.name
-    return Cut(rebuilt(batch, values), fields, sequence, added, name)
+    return Cut(rebuilt(batch, values), fields, sequence, added, name, seconds)
 
 
 def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str, ...]:

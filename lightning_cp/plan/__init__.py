@@ -6,8 +6,9 @@ plan of one rank.
 
 from lightning_cp.plan.allgather import AllGather
 from lightning_cp.plan.base import Plan, Traffic
-from lightning_cp.plan.build import SCHEDULES, build_plan
+from lightning_cp.plan.build import SCHEDULES, PlanKey, build_plan
 from lightning_cp.plan.direct import Direct
+from lightning_cp.plan.group import GroupLoad, group_load
 from lightning_cp.plan.memory import Memory
 from lightning_cp.plan.ring import Ring
 from lightning_cp.plan.rounds import Round, Tile, Transfer
@@ -17,8 +18,10 @@ __all__ = [
     "SCHEDULES",
     "AllGather",
     "Direct",
+    "GroupLoad",
     "Memory",
     "Plan",
+    "PlanKey",
     "Ring",
     "Round",
     "Schedule",
@@ -26,4 +29,5 @@ __all__ = [
     "Traffic",
     "Transfer",
     "build_plan",
+    "group_load",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import Layout
@@ -24,6 +25,22 @@ SCHEDULES: dict[str, type[AllGather] | type[Direct] | type[Ring]] = {
     "direct": Direct,
     "ring": Ring,
 }
+
+
+class PlanKey(NamedTuple):
+    """What a plan is found by: the arguments of `build_plan`, compared by value."""
+
+    q_layout: Layout
+    kv_layout: Layout
+    mask: Mask
+    rank: int
+    exchange: str | Schedule
+
+    def build(self) -> Plan:
+        """The plan; see `build_plan`."""
+        return build_plan(
+            self.q_layout, self.kv_layout, self.mask, rank=self.rank, exchange=self.exchange
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -65,8 +82,24 @@ def build_plan(
             f"the mask is for {mask.q_length} queries and {mask.kv_length} keys, the layouts hold "
             f"only {q_layout.length} and {kv_layout.length}; make the layouts at least as long"
         )
-    schedule = SCHEDULES[exchange]() if isinstance(exchange, str) else exchange
-    return _Builder(q_layout, kv_layout, mask, rank, schedule).plan()
+    return _Builder(q_layout, kv_layout, mask, rank, schedule_of(exchange)).plan()
+
+
+def schedule_of(exchange: str | Schedule) -> Schedule:
+    """The schedule of a name; one with options as it is."""
+    return SCHEDULES[exchange]() if isinstance(exchange, str) else exchange
+
+
+def demand_of(q_layout: Layout, kv_layout: Layout, mask: Mask) -> Demand:
+    """What every rank holds and sees, whatever the batch row."""
+    rects = [mask.rects(row) for row in mask.rows]
+    return Demand(
+        owned=[union(spans) for spans in kv_layout.spans],
+        needs=[
+            union(span for own in rects for span in needed(own, q_layout.pieces(peer)))
+            for peer in range(q_layout.world)
+        ],
+    )
 
 
 class _Builder:
@@ -79,17 +112,7 @@ class _Builder:
         self.kv_size, self.q_size = kv_layout.size(rank), q_layout.size(rank)
         self.q_pieces, self.own = q_layout.pieces(rank), kv_layout.pieces(rank)
         self.rects = {row: mask.rects(row) for row in mask.rows}
-        self.demand = Demand(
-            owned=[union(spans) for spans in kv_layout.spans],
-            needs=[
-                union(
-                    span
-                    for rects in self.rects.values()
-                    for span in needed(rects, q_layout.pieces(peer))
-                )
-                for peer in range(self.world)
-            ],
-        )
+        self.demand = demand_of(q_layout, kv_layout, mask)
 
     def plan(self) -> Plan:
         rounds = [Round(self.kv_size, tiles=self._tiles(self.own))]

@@ -1,7 +1,8 @@
-"""The Lightning strategy; importing it registers its names in whichever Lightning is there.
+"""The Lightning strategy and its monitor; importing this registers the names of the strategy.
 
-A Lightning that is not imported yet gets them once it is. No Lightning is imported before a
-strategy is asked for, so that each of `lightning` and `pytorch_lightning` works without the other.
+They are registered in whichever Lightning is there; one that is not imported yet gets them once it
+is. No Lightning is imported before a class is asked for, so that each of `lightning` and
+`pytorch_lightning` works without the other.
 """
 
 import sys
@@ -11,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from _lightning_cp_autoload import HOMES, register
 
-__all__ = ["ContextParallelStrategy"]
+__all__ = ["ContextParallelMonitor", "ContextParallelStrategy"]
 
 if TYPE_CHECKING:
-    from lightning_cp.plugin.strategy import ContextParallelStrategy
+    from lightning_cp.plugin.strategy import ContextParallelMonitor, ContextParallelStrategy
 else:
 
     def __getattr__(name: str) -> Any:
-        """`ContextParallelStrategy` of the Lightning in use; with both, of `lightning.pytorch`."""
-        if name != "ContextParallelStrategy":
+        """A class for the Lightning in use; with both, of `lightning.pytorch`."""
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return import_module(_home()).ContextParallelStrategy
+        return getattr(import_module(_home()), name)
 
 
 def _home() -> str:

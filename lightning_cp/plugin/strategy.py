@@ -1,9 +1,11 @@
-"""`ContextParallelStrategy` for `lightning.pytorch`."""
+"""`ContextParallelStrategy` and `ContextParallelMonitor` for `lightning.pytorch`."""
 
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 
 from lightning_cp.plugin.base import ContextParallelBase
 from lightning_cp.plugin.flavor import Flavor
+from lightning_cp.plugin.monitor import MonitorBase
 
 
 class ContextParallelStrategy(ContextParallelBase, ParallelStrategy):
@@ -12,4 +14,9 @@ class ContextParallelStrategy(ContextParallelBase, ParallelStrategy):
     _flavor = Flavor("lightning.pytorch", "lightning.fabric")
 
 
+class ContextParallelMonitor(MonitorBase, Callback):
+    """For the Trainer of `lightning.pytorch`; what it logs is said at `MonitorBase`."""
+
+
+ContextParallelMonitor.__doc__ = MonitorBase.__doc__
 ContextParallelStrategy.__doc__ = ContextParallelBase.__doc__
