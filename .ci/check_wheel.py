@@ -15,6 +15,7 @@ missing = [
     end
     for end in (
         "lightning_cp/py.typed",
+        "lightning_cp/cli/bench/balance/lengths.json",
         AUTOLOAD,
         ".dist-info/licenses/LICENSE",
         ".dist-info/entry_points.txt",

@@ -4,7 +4,7 @@ import inspect
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_cp.balance import Balanced, Causal, Work, work_of
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import all_gather
@@ -25,13 +26,17 @@ from lightning_cp.data.outputs import gather_outputs
 from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
-from lightning_cp.layout import LAYOUTS
 from lightning_cp.loss import token_mean
+from lightning_cp.mask import Mask
+from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
 from lightning_cp.swap.huggingface import HuggingFace, makes_positions, pretrained
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
+
+LONG = 2**20
+"""Tokens of a document by which masks are compared in cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,8 @@ class ContextParallel:
         device_type: "cpu" or "cuda".
 
     Raises:
-        ConfigError: if the overrides cannot be installed.
+        ConfigError: if the overrides cannot be installed, or the layout is for another number of
+            ranks.
     """
 
     def __init__(
@@ -85,6 +91,8 @@ class ContextParallel:
     ) -> None:
         self.config = config or Config()
         self.rank, self.world = rank, world
+        if isinstance(self.config.layout, Balanced):
+            self.config.layout.shares(world)
         self.group, self.meta = group, meta
         self._installation = Installation((device_type,))
         self._huggingface = HuggingFace()
@@ -156,14 +164,15 @@ class ContextParallel:
         layout = self._layout()
         takes_positions, as_transformers = self._traits(module)
         rules = Rules(
-            layout=LAYOUTS[layout],
+            layout=layout,
+            work=self._work(),
             sequence_dims=self.config.sequence_dims,
             takes_positions=takes_positions,
             documents=self.config.documents,
             as_transformers=as_transformers,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
-        return Share(rules, layout, self.rank, self.world)
+        return Share(rules, _name(layout), self.rank, self.world)
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
         if isinstance(batch, Uncut):
@@ -277,12 +286,18 @@ class ContextParallel:
         dims = self.config.sequence_dims or {}
         return gather_outputs(output, shard.context, declared=dims, to=to)
 
-    def _layout(self) -> str:
+    def _layout(self) -> str | Balanced:
         """The layout of the next batch: even work where attention was causal, else plain runs."""
         if self.config.layout != "auto":
             return self.config.layout
         log = self._last.log if self._last is not None else None
         return "contiguous" if log is not None and log.attention and not log.causal else "zigzag"
+
+    def _work(self) -> Work:
+        """What attention will cost: the most that a call of the last micro-step did, or causal."""
+        seen = self._last.log.seen if self._last is not None else {}
+        found = [work_of(Mask(1, 1, causal, window=window)) for causal, window in seen]
+        return max(found, key=lambda work: work.before(LONG, LONG), default=Causal())
 
     def _traits(self, module: torch.nn.Module | None) -> tuple[bool, bool]:
         """Whether a module takes positions 0, 1, 2, ..., and holds a model of Hugging Face."""
@@ -301,7 +316,8 @@ class ContextParallel:
         """Start the one comparison of a micro-step; with an error, finish it too."""
         shapes = found.shapes if found is not None else ""
         contents = found.code if found is not None else 0
-        layout = found.layout if found is not None else self._layout()
+        layout = found.layout if found is not None else _name(self._layout())
+        spans = found.part.sequence.layout.spans if found is not None else ()
         calls = self._last.log.digest if self._last is not None else 0
         loss = float(self._loss) if self._loss is not None else 0.0
         digest = Digest(
@@ -310,7 +326,7 @@ class ContextParallel:
                 "stage and micro-step": zlib.crc32(f"{stage}/{step}".encode()),
                 "shapes of the batch": zlib.crc32(shapes.encode()),
                 "contents of the batch": contents,
-                "layout": zlib.crc32(layout.encode()),
+                "layout": zlib.crc32(f"{layout} {spans}".encode()),
                 "calls of the micro-step before": calls,
                 "loss of the micro-step before": loss,
             },
@@ -319,7 +335,7 @@ class ContextParallel:
                 "stage and micro-step": f"micro-step {step} of {stage}",
                 "shapes of the batch": shapes or "no shapes",
                 "contents of the batch": f"hash {contents:08x}",
-                "layout": layout,
+                "layout": _shown(layout, spans),
             },
             self.meta,
         )
@@ -329,6 +345,16 @@ class ContextParallel:
             except MismatchError as mismatch:
                 raise BatchError(f"{error} ({mismatch})") from mismatch
         return digest
+
+
+def _name(layout: str | Balanced) -> str:
+    return layout if isinstance(layout, str) else layout.name
+
+
+def _shown(layout: str, spans: Sequence[Spans]) -> str:
+    """A layout in a message."""
+    sizes = ", ".join(str(total(own)) for own in spans)
+    return f"{layout} of {sizes} tokens, hash {zlib.crc32(str(spans).encode()):08x}"
 
 
 @contextmanager

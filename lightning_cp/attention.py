@@ -85,6 +85,7 @@ def forward_implementation(
         _compare(context, code, q, k, is_causal, window)
     context.log.attention += 1
     context.log.causal += is_causal
+    context.log.seen[is_causal, window] = None
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal, window)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan

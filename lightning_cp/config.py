@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_cp.balance import Balanced
 from lightning_cp.errors import ConfigError
 from lightning_cp.plan import AllGather, Direct, Ring
 
 CHOICES: dict[str, tuple[str, ...]] = {
-    "layout": ("auto", "contiguous", "zigzag"),
+    "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
     "exchange": ("auto", "allgather", "direct", "ring"),
     "attention_backend": ("auto", "cudnn", "efficient", "flash", "reference", "sdpa"),
     "verify": ("off", "first_batch"),
@@ -20,13 +21,25 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 """Allowed values of the options that name something."""
 
+MADE: dict[str, tuple[tuple[type, ...], str]] = {
+    "layout": ((Balanced,), ", or Balanced() of lightning_cp.balance"),
+    "exchange": (
+        (AllGather, Direct, Ring),
+        ", or Direct(), Ring() or AllGather() of lightning_cp.plan",
+    ),
+}
+"""Options that also take an object: its classes, and how a message calls them."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """How sequences are cut and attention is computed.
 
     Attributes:
-        layout: which positions a rank holds: "contiguous", "zigzag", or "auto".
+        layout: which positions a rank holds: "contiguous"; "zigzag"; "per_document_zigzag", zigzag
+            within every document; "balanced", short documents whole on one rank and long ones on
+            as few as even work and tokens allow; "auto"; or `lightning_cp.balance.Balanced` with
+            options.
         exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
             "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.
@@ -57,7 +70,7 @@ class Config:
         ConfigError: if a value is not allowed.
     """
 
-    layout: str = "auto"
+    layout: str | Balanced = "auto"
     exchange: str | AllGather | Direct | Ring = "auto"
     overlap: bool = True
     attention_backend: str = "auto"
@@ -74,13 +87,10 @@ class Config:
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
             value = getattr(self, name)
-            if name == "exchange" and isinstance(value, AllGather | Direct | Ring):
-                continue
-            if value not in allowed:
-                made = ", or Direct(), Ring() or AllGather() of lightning_cp.plan"
+            kinds, made = MADE.get(name, ((), ""))
+            if not isinstance(value, kinds) and value not in allowed:
                 raise ConfigError(
-                    f"{name}={value!r} is unknown; use one of {', '.join(allowed)}"
-                    f"{made if name == 'exchange' else ''}"
+                    f"{name}={value!r} is unknown; use one of {', '.join(allowed)}{made}"
                 )
         if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 3):
             raise ConfigError(

@@ -65,12 +65,17 @@ class Sequence:
 
 @dataclass
 class CallLog:
-    """What the swapped calls of one micro-step did: counts, and a hash that peers compare."""
+    """What the swapped calls of one micro-step did: counts, and a hash that peers compare.
+
+    `seen` holds the causality and the window of the attention calls, in the order of the first
+    call of each.
+    """
 
     attention: int = 0
     causal: int = 0
     loss: int = 0
     digest: int = 0
+    seen: dict[tuple[bool, Window | None], None] = field(default_factory=dict)
 
     def record(self, signature: object) -> int:
         """Add a call's signature to the running hash and return its own 32-bit hash."""

@@ -20,7 +20,7 @@ from tests._harness.simulate import dense
 
 def shards(batch: Any, world: int = 2, layout: str = "zigzag", **rules: Any) -> list[Cut]:
     """What every rank keeps of a batch."""
-    chosen = Rules(layout=LAYOUTS[layout], **rules)
+    chosen = Rules(layout=layout, **rules)
     return [cut(batch, chosen, rank=rank, world=world) for rank in range(world)]
 
 

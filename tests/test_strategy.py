@@ -17,7 +17,6 @@ from lightning_cp.config import Config
 from lightning_cp.context import Context
 from lightning_cp.data.cut import Rules, cut
 from lightning_cp.errors import ConfigError
-from lightning_cp.layout import LAYOUTS
 from lightning_cp.mesh import Mesh
 from lightning_cp.plan import Direct
 from lightning_cp.plugin.table import StartTable
@@ -97,7 +96,12 @@ def test_options_arrive():
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("layout", "spiral", r"layout='spiral' is unknown; use one of auto, contiguous, zigzag"),
+        (
+            "layout",
+            "spiral",
+            r"layout='spiral' is unknown; use one of auto, balanced, contiguous, "
+            "per_document_zigzag, zigzag",
+        ),
         ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
         ("exchange", Direct, r"Direct.*auto, allgather, direct, ring.* or Direct\(\), Ring\(\)"),
         ("attention_backend", "magic", r"use one of auto, cudnn, efficient, flash, .*sdpa"),
@@ -184,7 +188,7 @@ def table(
     topology = Topology(dp=dp, cp=cp)
     layout = "zigzag" if config.layout == "auto" else config.layout
     rules = Rules(
-        layout=LAYOUTS[layout],
+        layout=layout,
         takes_positions=True,
         sequence_dims=config.sequence_dims,
         pad_to_multiple_of=config.pad_to_multiple_of,

@@ -11,6 +11,7 @@ from lightning_cp import __version__
 from lightning_cp.cli.bench import group as bench
 from lightning_cp.cli.commands import Command, add_commands
 from lightning_cp.cli.demo import command as demo
+from lightning_cp.cli.plan import command as plan
 from lightning_cp.cli.verify import command as verify
 from lightning_cp.errors import ContextParallelError, VerificationError
 
@@ -23,6 +24,7 @@ INTERRUPTED = 130
 COMMANDS = {
     "bench": Command(bench.SUMMARY, bench.add_options, bench.run),
     "demo": Command(demo.SUMMARY, demo.add_options, demo.run),
+    "plan": Command(plan.SUMMARY, plan.add_options, plan.run),
     "verify": Command(verify.SUMMARY, verify.add_options, verify.run),
 }
 

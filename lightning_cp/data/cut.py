@@ -1,18 +1,21 @@
 """Cutting a whole batch: padding to the layout, this rank's tokens, and the facts about them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from lightning_cp.balance import DOCUMENT_LAYOUTS, Balanced, Padding, Work, layout_of
 from lightning_cp.context import Sequence
 from lightning_cp.data.containers import children, items, join, last, rebuilt
 from lightning_cp.data.documents import find_documents
 from lightning_cp.data.fields import Fields, SequenceDims, find_fields
 from lightning_cp.errors import BatchError
 from lightning_cp.layout import Layout
+from lightning_cp.mask import Documents, Edges, rows_of
 from lightning_cp.spans import Span
 
 PADDING = {"labels": -100, "shift_labels": -100}
@@ -44,7 +47,8 @@ class Rules:
     """How batches are cut.
 
     Attributes:
-        layout: constructor of the layout, from length and number of ranks.
+        layout: name of the layout, or `Balanced` with options.
+        work: what attention is expected to cost, causal where not given; only "balanced" asks.
         sequence_dims: declared sequence dimensions.
         takes_positions: whether the model takes `position_ids`.
         documents: "auto" refuses rows whose positions start anew, "none" lets them attend to
@@ -53,7 +57,8 @@ class Rules:
         pad_to_multiple_of: the padded length is a multiple of this.
     """
 
-    layout: Callable[[int, int], Layout]
+    layout: str | Balanced
+    work: Work | None = None
     sequence_dims: SequenceDims | None = None
     takes_positions: bool = False
     documents: str = "auto"
@@ -86,7 +91,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         positions = torch.arange(fields.length, device=values[next(iter(dims))].device)
         values[name] = positions.expand(fields.batch, -1)
     dims.update(dict.fromkeys(added, 1))
-    layout = rules.layout(_padded(fields.length, world, rules.pad_to_multiple_of), world)
+    layout = _layout(fields, documents, rules, world)
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
         values[name] = layout.shard(whole, rank=rank, dim=dim)
@@ -120,9 +125,21 @@ def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str,
     return tuple(dict.fromkeys(found))
 
 
-def _padded(length: int, world: int, multiple: int | None) -> int:
-    least = max(length, MIN_ROWS * world)
-    return least + -least % (multiple or 1)
+def _layout(fields: Fields, documents: Documents | None, rules: Rules, world: int) -> Layout:
+    """The layout of the sequence: real tokens, then dummies."""
+    own = rows_of(documents)
+    by_document = isinstance(rules.layout, Balanced) or rules.layout in DOCUMENT_LAYOUTS
+    if own and by_document:
+        name = rules.layout if isinstance(rules.layout, str) else rules.layout.name
+        raise BatchError(
+            f"layout={name!r} places the documents of a row, and the {fields.batch} rows of this "
+            f"batch hold different documents; pass one row per batch (pack the rows into one), or "
+            f"use layout='zigzag'"
+        )
+    edges = (0, fields.length) if own or documents is None else cast(Edges, documents)
+    lengths = [stop - start for start, stop in pairwise(edges)]
+    padding = Padding(MIN_ROWS, rules.pad_to_multiple_of or 1)
+    return layout_of(rules.layout, lengths, world, work=rules.work, padding=padding)
 
 
 def _filled(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:

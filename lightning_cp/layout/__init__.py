@@ -1,12 +1,14 @@
 """Layouts: which global token positions each rank of a context-parallel group holds.
 
-`LAYOUTS` names the constructors; each takes `(length, world)` and returns a `Layout`.
+`LAYOUTS` names the constructors that know nothing but `(length, world)`; `per_document_zigzag`
+takes the lengths of documents.
 """
 
 from collections.abc import Callable
 
 from lightning_cp.layout.base import Layout
 from lightning_cp.layout.contiguous import contiguous
+from lightning_cp.layout.documents import per_document_zigzag
 from lightning_cp.layout.zigzag import zigzag
 
 LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
@@ -14,4 +16,4 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "zigzag": zigzag,
 }
 
-__all__ = ["LAYOUTS", "Layout", "contiguous", "zigzag"]
+__all__ = ["LAYOUTS", "Layout", "contiguous", "per_document_zigzag", "zigzag"]

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from _lightning_cp_autoload import PRESETS
+from lightning_cp.balance import Balanced
 from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
@@ -59,7 +60,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         zero_stage: 0, every rank holds all parameters; 3, parameters, gradients and the state of
             optimizers are sharded over all ranks (FSDP2) and gathered block by block.
         layout: which tokens a rank holds: "zigzag" (even work for causal attention), "contiguous",
-            or "auto": zigzag, and contiguous once a step made no causal call.
+            "balanced" (for packed rows: even work and tokens, short documents whole on one rank,
+            long ones on few), "per_document_zigzag", or "auto": zigzag, and contiguous once a step
+            made no causal call. `lightning_cp.balance.Balanced` takes options.
         exchange: how keys and values travel: "direct" (exactly what a rank's queries see, from the
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
             of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or
@@ -128,7 +131,8 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         context_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
         zero_stage: int = 0,
-        layout: Literal["auto", "contiguous", "zigzag"] = "auto",
+        layout: Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"]
+        | Balanced = "auto",
         exchange: Literal["auto", "allgather", "direct", "ring"]
         | AllGather
         | Direct

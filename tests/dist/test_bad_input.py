@@ -235,7 +235,7 @@ LIST = [
         data_parallel_size=2,
     ),
     sizes("zero-stage-2", ("zero_stage=2", "1 and 2 are not available yet"), zero_stage=2),
-    sizes("unknown-layout", ("layout='spiral'", "contiguous, zigzag"), layout="spiral"),
+    sizes("unknown-layout", ("layout='spiral'", "per_document_zigzag, zigzag"), layout="spiral"),
     Bad(
         "predict",
         "MismatchError",

@@ -342,7 +342,7 @@ def shared_object(samples: list[Any], share: Any = None) -> Any:
 def test_a_sharded_batch_cannot_be_changed_and_moves_as_a_whole():
     samples = [Text(CASE, 4)[index] for index in range(2)]
     assert not isinstance(shared_object(samples), ShardedBatch)
-    found = shared_object(samples, Share(Rules(layout=LAYOUTS["zigzag"]), "zigzag", 1, 2))
+    found = shared_object(samples, Share(Rules(layout="zigzag"), "zigzag", 1, 2))
     assert isinstance(found, ShardedBatch)
     assert found.batch["input_ids"].shape == (2, 4)
     with pytest.raises(AttributeError, match="cannot be changed"):

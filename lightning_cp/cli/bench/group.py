@@ -3,6 +3,7 @@
 import argparse
 
 from lightning_cp.cli.bench.attention import command as attention
+from lightning_cp.cli.bench.balance import command as balance
 from lightning_cp.cli.bench.fuzz import command as fuzz
 from lightning_cp.cli.commands import Command, add_commands
 
@@ -10,6 +11,7 @@ SUMMARY = "measure on this machine"
 
 BENCHMARKS = {
     "attention": Command(attention.SUMMARY, attention.add_options, attention.run),
+    "balance": Command(balance.SUMMARY, balance.add_options, balance.run),
     "fuzz": Command(fuzz.SUMMARY, fuzz.add_options, fuzz.run),
 }
 

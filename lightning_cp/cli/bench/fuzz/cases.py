@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import torch
 
+from lightning_cp.balance import DOCUMENT_LAYOUTS, Balanced, layout_of
 from lightning_cp.layout import LAYOUTS, Layout
-from lightning_cp.mask import Documents, Mask, Window
+from lightning_cp.mask import Documents, Edges, Mask, Window
 from lightning_cp.plan import SCHEDULES
 from lightning_cp.spans import Span
 
@@ -75,7 +76,8 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
         _keys(dice, kv_length, batch),
         _window(dice, length),
     )
-    q_layout = _layout(dice, length + dice.choice((0, 0, 3)), world)
+    edges = mask.edges(mask.rows[0])
+    q_layout = _layout(dice, (*edges[:-1], length + dice.choice((0, 0, 3))), world)
     kernel = dice.choice(("sdpa", "sdpa", "reference"))
     head_dim, kv_heads = dice.choice((3, 4, 8, 16)), dice.choice((1, 2, 3, 4))
     return Case(
@@ -83,7 +85,7 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
         mask=mask,
         layouts=(
             q_layout,
-            _layout(dice, kv_length + dice.choice((0, 3)), world) if crossed else q_layout,
+            _layout(dice, (0, kv_length + dice.choice((0, 3))), world) if crossed else q_layout,
         ),
         exchange=dice.choice(sorted(SCHEDULES)),
         head_chunks=dice.randint(1, 4),
@@ -123,13 +125,15 @@ def _window(dice: random.Random, length: int) -> Window | None:
     return sides[0], sides[1]
 
 
-def _layout(dice: random.Random, length: int, world: int) -> Layout:
-    """A named layout, or random spans dealt to random ranks."""
-    kind = dice.choice((*sorted(LAYOUTS), "dealt"))
+def _layout(dice: random.Random, edges: Edges, world: int) -> Layout:
+    """A named layout of a row of documents, or random spans dealt to random ranks."""
+    kind = dice.choice((*sorted(LAYOUTS), *DOCUMENT_LAYOUTS, "exact", "dealt"))
+    length = edges[-1]
     if kind != "dealt":
-        return LAYOUTS[kind](length, world)
-    edges = sorted({0, length} | {dice.randint(0, length) for _ in range(8)})
-    spans = list(pairwise(edges))
+        choice = Balanced(min_piece=1, align=1) if kind == "exact" else kind
+        return layout_of(choice, [stop - start for start, stop in pairwise(edges)], world)
+    cuts = sorted({0, length} | {dice.randint(0, length) for _ in range(8)})
+    spans = list(pairwise(cuts))
     dice.shuffle(spans)
     held: list[list[Span]] = [[] for _ in range(world)]
     for span in spans:

@@ -1,0 +1,1 @@
+"""`lightning-cp bench balance`."""

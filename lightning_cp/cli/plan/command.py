@@ -1,0 +1,139 @@
+"""`lightning-cp plan`: what every layout makes of a row of documents, before anything runs."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_cp.balance import Balanced, CostModel, work_of
+from lightning_cp.cli.outputs import matplotlib_for, writable_file, writable_folder
+from lightning_cp.cli.plan.figures import NAMES, Answer, Question, lengths_of, save
+from lightning_cp.errors import ConfigError
+from lightning_cp.mask import Mask
+
+SUMMARY = "show what each layout gives the ranks for documents of given lengths"
+PICTURE = "plan.png"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the command."""
+    parser.add_argument(
+        "--lengths",
+        type=Path,
+        metavar="FILE",
+        required=True,
+        default=argparse.SUPPRESS,
+        help="tokens of every document of a row: numbers with spaces or commas between them",
+    )
+    parser.add_argument("--ranks", type=int, default=8, help="ranks that share the row")
+    parser.add_argument(
+        "--layout",
+        action="append",
+        choices=NAMES,
+        default=argparse.SUPPRESS,
+        help="a layout to show; may be given again (default: each)",
+    )
+    for option, default, text in (
+        ("--work-cap", Balanced.work_cap, "most work of a rank over its share, for balanced"),
+        ("--token-cap", Balanced.token_cap, "most tokens of a rank over its share"),
+    ):
+        parser.add_argument(option, type=float, default=default, help=text)
+    for option, size, text in (
+        ("--align", Balanced.align, "documents are cut at multiples of this"),
+        ("--min-piece", Balanced.min_piece, "shortest piece of a document that is cut"),
+        ("--kv-heads", 8, "key and value heads, for the bytes"),
+        ("--head-dim", 128, "size of a head"),
+        ("--itemsize", 2, "bytes of an element"),
+    ):
+        parser.add_argument(option, type=int, default=size, help=text)
+    parser.add_argument(
+        "--window", type=int, metavar="LEFT", help="keys before its own that a query sees"
+    )
+    parser.add_argument("--bidirectional", action="store_true", help="attention is not causal")
+    parser.add_argument("--cost", type=Path, metavar="FILE", help="a cost model, for the times")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--out", type=Path, metavar="DIR", help=f"draw {PICTURE} in DIR")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Lay the row out, print a table, write what was asked for.
+
+    Raises:
+        ConfigError: if an option cannot work.
+    """
+    question = asked(args)
+    console = Console()
+    answers = [question.answer(name) for name in getattr(args, "layout", NAMES)]
+    _print(console, answers)
+    if args.json is not None:
+        save(args.json, question, answers)
+    if args.out is not None:
+        # Needs matplotlib, an extra: everything else of this package works without.
+        from lightning_cp.cli.plan.picture import draw
+
+        draw(answers, args.out / PICTURE)
+
+
+def asked(args: argparse.Namespace) -> Question:
+    """What is asked, after all that can be known to fail.
+
+    Raises:
+        ConfigError: if an option cannot work.
+    """
+    for option in ("ranks", "kv_heads", "head_dim", "itemsize"):
+        if getattr(args, option) < 1:
+            name = option.replace("_", "-")
+            raise ConfigError(f"--{name} {getattr(args, option)} must be at least 1")
+    if args.window is not None and args.window < 0:
+        raise ConfigError(f"--window {args.window} must be at least 0, the keys before a query")
+    if args.json is not None:
+        writable_file(args.json, option="--json")
+    if args.out is not None:
+        matplotlib_for(PICTURE)
+        writable_folder(args.out, option="--out")
+    window = None if args.window is None else (args.window, None)
+    return Question(
+        lengths=lengths_of(args.lengths),
+        ranks=args.ranks,
+        options=Balanced(
+            work_cap=args.work_cap,
+            token_cap=args.token_cap,
+            align=args.align,
+            min_piece=args.min_piece,
+        ),
+        work=work_of(Mask(1, 1, not args.bidirectional, window=window)),
+        key_bytes=2 * args.kv_heads * args.head_dim * args.itemsize,
+        cost=CostModel() if args.cost is None else CostModel.load(args.cost),
+    )
+
+
+def _print(console: Console, answers: Sequence[Answer]) -> None:
+    question = answers[0].question
+    table = Table(
+        title=f"{question.problem.tokens} tokens in {len(question.lengths)} documents on "
+        f"{question.ranks} ranks; one layer, times from the cost model"
+    )
+    for column in (
+        "layout", "rank", "tokens", "/ share", "work / share", "keys received", "MB received",
+        "pieces", "compute ms", "link ms",
+    ):  # fmt: skip
+        table.add_column(column, justify="left" if column == "layout" else "right")
+    for answer in answers:
+        ranks = answer.ranks()
+        for row in ranks:
+            table.add_row(
+                answer.name if row["rank"] == 0 else "",
+                str(row["rank"]),
+                str(row["tokens"]),
+                f"{row['tokens_over_share']:.3f}",
+                f"{row['work_over_share']:.3f}",
+                str(row["keys_received"]),
+                f"{row['bytes_received'] / 1e6:.1f}",
+                str(row["fragments"]),
+                f"{row['compute_ms']:.3f}",
+                f"{row['link_ms']:.3f}",
+                end_section=row is ranks[-1],
+            )
+    console.print(table)

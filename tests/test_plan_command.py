@@ -1,0 +1,121 @@
+"""`lightning-cp plan`: what it reads, prints, writes and refuses."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_cp.balance import CostModel, layout_of
+from lightning_cp.cli.main import main
+from lightning_cp.cli.plan.figures import NAMES, lengths_of
+from lightning_cp.errors import ConfigError
+from lightning_cp.mask import Mask
+from lightning_cp.plan import build_plan
+
+LENGTHS = (900, 30, 1, 0, 400, 250)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    found = tmp_path / "lengths.txt"
+    found.write_text("900 30\n1, 0, 400\n250\n")
+    return found
+
+
+def plan(file: Path, *options: str) -> dict[str, Any]:
+    out = file.with_name("plan.json")
+    assert main(["plan", "--lengths", str(file), "--json", str(out), *options]) == 0
+    found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ((), (True, None)),
+        (("--window", "63"), (True, (63, None))),
+        (("--bidirectional",), (False, None)),
+    ],
+    ids=["causal", "window", "bidirectional"],
+)
+def test_its_figures_are_those_of_the_plans(
+    options: tuple[str, ...], seen: tuple[bool, Any], file: Path
+) -> None:
+    found = plan(file, "--ranks", "3", "--kv-heads", "2", "--head-dim", "16", *options)
+    assert (found["tokens"], found["documents"], found["ranks"]) == (1581, 6, 3)
+    assert list(found["layouts"]) == list(NAMES)
+    packed = Mask.packed((0, 900, 930, 931, 931, 1331, 1581))
+    mask = Mask(1581, 1581, seen[0], documents=packed.documents, window=seen[1])
+    for name in ("contiguous", "zigzag", "per_document_zigzag"):
+        layout = layout_of(name, LENGTHS, 3)
+        for rank, row in enumerate(found["layouts"][name]):
+            made = build_plan(layout, layout, mask, rank=rank, exchange="direct")
+            traffic = made.traffic(kv_heads=2, head_dim=16, itemsize=2)
+            assert row["bytes_received"] == traffic.forward_received
+            assert row["pairs"] == made.work()
+            assert row["tokens"] == made.q_size
+    for rows in found["layouts"].values():
+        assert sum(row["tokens"] for row in rows) == 1581
+        assert sum(row["tokens_over_share"] for row in rows) == pytest.approx(3)
+        assert sum(row["work_over_share"] for row in rows) == pytest.approx(3)
+    assert (found["keys_received_bound"] is None) == bool(options)
+
+
+def test_it_prints_a_table_and_draws(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    out = file.parent / "out"
+    assert main(["plan", "--lengths", str(file), "--ranks", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "1581 tokens in 6 documents on 2 ranks" in printed
+    assert all(name in printed for name in NAMES)
+    assert (out / "plan.png").stat().st_size > 10000
+
+
+def test_one_layout_and_times_of_a_cost_model(file: Path) -> None:
+    cost = file.with_name("cost.json")
+    CostModel(pair=1.0, token=0.0, tile=0.0, bandwidth=2.0, key_bytes=1.0, latency=0.0).save(cost)
+    found = plan(file, "--ranks", "2", "--layout", "balanced", "--cost", str(cost))
+    assert list(found["layouts"]) == ["balanced"]
+    for row in found["layouts"]["balanced"]:
+        assert row["compute_ms"] == 1e3 * row["pairs"]
+        assert row["link_ms"] == 1e3 * row["keys_received"] / 2
+
+
+@pytest.mark.parametrize("text", ["[900, 30, 1, 0, 400, 250]", "900,30,1,0,400,250"])
+def test_lengths_in_other_clothes(text: str, tmp_path: Path) -> None:
+    found = tmp_path / "lengths.json"
+    found.write_text(text)
+    assert lengths_of(found) == LENGTHS
+
+
+@pytest.mark.parametrize("text", ["", "0 0", "12 x", "3.5", "-4", "[[1], 2]"])
+def test_files_without_lengths_are_refused(text: str, tmp_path: Path) -> None:
+    found = tmp_path / "lengths.txt"
+    found.write_text(text)
+    with pytest.raises(ConfigError, match="must hold numbers of tokens"):
+        lengths_of(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ranks", "0"), "--ranks 0 must be at least 1"),
+        (("--kv-heads", "0"), "--kv-heads 0 must be at least 1"),
+        (("--window", "-1"), "--window -1 must be at least 0"),
+        (("--work-cap", "0.5"), "work_cap=0.5 must be a number of at least 1"),
+        (("--cost", "nowhere.json"), "nowhere.json cannot be read"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(
+    options: tuple[str, ...], message: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--lengths", str(file), *options]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--lengths", "nowhere.txt"]) == 2
+    assert "nowhere.txt cannot be read" in capsys.readouterr().err
