@@ -165,7 +165,7 @@ def _part(batch: Any, share: Share | None) -> Any:
     Raises:
         BatchError: if the batch cannot be cut.
     """
-    if share is None or isinstance(batch, ShardedBatch):
+    if share is None or isinstance(batch, ShardedBatch | Uncut):
         return batch
     return sharded(batch, cut(batch, share.rules, rank=share.rank, world=share.world), share)
 

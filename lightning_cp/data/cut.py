@@ -91,7 +91,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         positions = torch.arange(fields.length, device=values[next(iter(dims))].device)
         values[name] = positions.expand(fields.batch, -1)
     dims.update(dict.fromkeys(added, 1))
-    layout = _layout(fields, documents, rules, world)
+    layout = lay_out(fields, documents, rules, world)
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
         values[name] = layout.shard(whole, rank=rank, dim=dim)
@@ -125,8 +125,18 @@ def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str,
     return tuple(dict.fromkeys(found))
 
 
-def _layout(fields: Fields, documents: Documents | None, rules: Rules, world: int) -> Layout:
-    """The layout of the sequence: real tokens, then dummies."""
+def lay_out(fields: Fields, documents: Documents | None, rules: Rules, world: int) -> Layout:
+    """The layout of a sequence: real tokens, then dummies.
+
+    Args:
+        fields: length and rows of the batch.
+        documents: of its rows.
+        rules: how to cut.
+        world: size of the group.
+
+    Raises:
+        BatchError: if rows hold different documents and the layout places them.
+    """
     own = rows_of(documents)
     by_document = isinstance(rules.layout, Balanced) or rules.layout in DOCUMENT_LAYOUTS
     if own and by_document:
