@@ -15,16 +15,18 @@ from lightning_cp.diagnostics.trace import MemoryTracker
 from lightning_cp.errors import ConfigError
 from tests._harness.grid import rotated
 from tests._harness.packing import (
+    ODD,
     Device,
     check_epoch,
     corpus,
+    equal,
+    loaded,
     numbered,
     pair_counts,
     share,
     whole_rows,
     write,
 )
-from tests.test_packing import ODD, equal, loaded
 
 LAYOUTS = ("balanced", "zigzag", "contiguous", "per_document_zigzag")
 LENGTHS = [len(text) for text in corpus()]
@@ -184,7 +186,7 @@ def test_files_that_do_not_fit_are_refused(tmp_path):
     index.write_bytes(torch.tensor([0, 3, 6]).numpy().tobytes())
     with pytest.raises(ConfigError, match="there is no file"):
         TokenDataset(tmp_path / "c", 8)
-    with pytest.raises(ConfigError, match="5 bytes, no multiple of the 2 of a torch.uint16"):
+    with pytest.raises(ConfigError, match=r"5 bytes, no multiple of the 2 of a torch\.uint16"):
         TokenDataset(file, 8)
     with pytest.raises(ConfigError, match="rise from 0 to 5"):
         TokenDataset(file, 8, dtype="uint8", index=index)

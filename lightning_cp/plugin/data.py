@@ -194,7 +194,7 @@ class Loading:
         taken, started = progress.current.processed, loop.epoch_progress.current.started
         ended = taken >= trainer.num_training_batches or progress.is_last_batch
         taken = 0 if ended else taken
-        cycles = combined._mode == "max_size_cycle"
+        cycles = combined._mode == "max_size_cycle" and len(found) > 1
         return {
             "devices": self.data_parallel_size,  # type: ignore[attr-defined]
             "epoch": started if ended else max(started - 1, 0),

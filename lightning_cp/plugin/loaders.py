@@ -110,14 +110,17 @@ class RowOrder:
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[None]:
-        """Nothing but turns; a loader asks for this before it starts its workers."""
+        """Nothing but turns; a loader asks for this, maybe twice, before it starts its workers."""
         self._rows.begin(self._epoch, self._skip)
-        self._skip = 0
-        return itertools.repeat(None)
+        return self._turns()
 
-    def position(self, taken: int, *, cycles: bool) -> dict[str, Any]:
-        """Where the loader is; see `Batches.position`."""
-        return {"rows": taken}
+    def _turns(self) -> Iterator[None]:
+        self._skip = 0
+        yield from itertools.repeat(None)
+
+    def position(self, taken: int, *, cycles: bool) -> dict[str, Any] | None:
+        """Where the loader is; None where it may have started anew. See `Batches.position`."""
+        return None if cycles and taken else {"rows": taken}
 
     def resume(self, position: dict[str, Any]) -> None:
         """Begin the next epoch behind the rows that were used."""

@@ -9,12 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from lightning_cp.data.collate import ShardedBatch, Share
 from lightning_cp.data.cut import Rules
 from lightning_cp.data.valid import IGNORED
 
 MEGABYTES = 2
+
+ODD = (5, 0, 1, 16, 17, 3, 0, 1, 33, 8, 8, 2, 16, 40, 1, 7)
+"""Empty and 1-token documents, some of a row's 16 tokens, of one more, of several rows."""
 
 
 class Device(NamedTuple):
@@ -74,6 +78,23 @@ def whole_rows(parts: Sequence[Sequence[ShardedBatch]]) -> list[dict[str, Tensor
             }
         )
     return rows
+
+
+def loaded(data: Any, workers: int = 0) -> list[Any]:
+    """The rows that a loader gives."""
+    context = "fork" if workers else None
+    loader: DataLoader[Any] = DataLoader(
+        data, batch_size=None, num_workers=workers, multiprocessing_context=context
+    )
+    return list(loader)
+
+
+def equal(found: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Whether rows are the same, field by field."""
+    return len(found) == len(expected) and all(
+        a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def check_epoch(

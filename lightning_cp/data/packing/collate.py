@@ -39,12 +39,16 @@ class PackingCollate:
         """
         found = [document_fields(sample, self._fields) for sample in samples]
         sizes = [len(fields[TOKENS]) for fields in found]
-        most = self._tokens or sum(sizes)
-        if not 0 < sum(sizes) <= most:
+        if not sum(sizes):
+            raise BatchError(
+                f"all {len(sizes)} documents of a batch are empty; leave empty documents out of "
+                f"the dataset, or use PackedDataset, which skips them"
+            )
+        if self._tokens is not None and sum(sizes) > self._tokens:
             raise BatchError(
                 f"the {len(sizes)} documents of a batch have {sum(sizes)} tokens together, and a "
-                f"row must have between 1 and {most}; use another batch size, or PackedDataset, "
-                f"which fills rows"
+                f"row may have {self._tokens}; use smaller batches, or PackedDataset, which fills "
+                f"rows"
             )
         parts = [
             (Part(key, 0, size, True), fields)
