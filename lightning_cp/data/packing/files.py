@@ -75,8 +75,8 @@ class TokenFiles:
     def read(self, key: int, start: int, stop: int) -> Tensor:
         """Tokens `start..stop` of a document, int64; nothing else is read."""
         file, first = bisect_right(self._firsts, key) - 1, int(self._starts[key])
-        tokens: Tensor = self._mapped(file)[first + start : first + stop]
-        return tokens.long()
+        tokens: Tensor = self._mapped(file)[first + start : first + stop].long()
+        return tokens
 
     def _mapped(self, file: int) -> Tensor:
         if file not in self._maps:
