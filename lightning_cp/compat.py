@@ -1,7 +1,8 @@
 """Names of torch that moved between versions or are private, each with one home."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch._C._distributed_c10d import FakeWork, Work
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data._utils import worker
 
 
 def default_store() -> Any:
@@ -111,3 +113,13 @@ def unflattened(values: dict[str, Any], places: dict[str, Any]) -> dict[str, Any
     """Nested containers of the values of a distributed checkpoint, given the place of every key."""
     nested: dict[str, Any] = unflatten_state_dict(values, places)
     return nested
+
+
+@contextmanager
+def outside_worker() -> Iterator[None]:
+    """Let `get_worker_info` say that no process loads data for another."""
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info

@@ -194,7 +194,7 @@ def _part(batch: Any, share: Share | None) -> Any:
     Raises:
         BatchError: if the batch cannot be cut.
     """
-    if share is None or isinstance(batch, ShardedBatch):
+    if share is None or isinstance(batch, ShardedBatch | Uncut):
         return batch
     part = cut(batch, share.rules, rank=share.rank, world=share.world)
     if get_worker_info() is None:

@@ -109,7 +109,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         values[name] = positions.expand(fields.batch, -1)
     dims.update(dict.fromkeys(added, 1))
     start = perf_counter()
-    choice, layout = _layout(fields, documents, rules, world)
+    choice, layout = lay_out(fields, documents, rules, world)
     seconds = perf_counter() - start
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
@@ -145,10 +145,20 @@ def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str,
     return tuple(dict.fromkeys(found))
 
 
-def _layout(
+def lay_out(
     fields: Fields, documents: Documents | None, rules: Rules, world: int
 ) -> tuple[str | Balanced, Layout]:
-    """Which layout the sequence has, and that layout: real tokens, then dummies."""
+    """Which layout a sequence has, and that layout: real tokens, then dummies.
+
+    Args:
+        fields: length and rows of the batch.
+        documents: of its rows.
+        rules: how to cut.
+        world: size of the group.
+
+    Raises:
+        BatchError: if rows hold different documents and the layout places them.
+    """
     own = rows_of(documents)
     by_document = isinstance(rules.layout, Balanced) or rules.layout in DOCUMENT_LAYOUTS
     if own and by_document:

@@ -9,7 +9,13 @@ from torch import Tensor
 from lightning_cp.data.containers import last
 from lightning_cp.data.fields import Fields
 from lightning_cp.errors import BatchError
-from lightning_cp.mask import Documents
+from lightning_cp.mask import Documents, Edges
+
+UNDECLARED = (
+    "position_ids start anew within a row, so the row holds several packed documents, and nobody "
+    "said whether they may attend to each other; documents='position_ids' keeps them apart, "
+    "documents='none' lets them, or pass one document per row"
+)
 
 
 class DocumentRules(Protocol):
@@ -65,12 +71,25 @@ def find_documents(
     if rules.as_transformers and positions.ndim == 2:
         return None if _masked(values) else _edges(positions, fields)
     if bool((positions.movedim(fields.dims[name], -1).diff(dim=-1) < 0).any()):
-        raise BatchError(
-            "position_ids start anew within a row, so the row holds several packed documents, and "
-            "nobody said whether they may attend to each other; documents='position_ids' keeps "
-            "them apart, documents='none' lets them, or pass one document per row"
-        )
+        raise BatchError(UNDECLARED)
     return None
+
+
+def known_documents(edges: Edges, rules: DocumentRules) -> Documents | None:
+    """What `find_documents` finds in a row whose positions start anew at `edges`.
+
+    Args:
+        edges: cumulative lengths of the documents of the row.
+        rules: what was declared.
+
+    Raises:
+        BatchError: if there are several documents and nobody said what that means.
+    """
+    if rules.documents == "none" or len(edges) == 2:
+        return None
+    if rules.documents == "auto" and not rules.as_transformers:
+        raise BatchError(UNDECLARED)
+    return edges
 
 
 def _masked(values: Mapping[str, Any]) -> bool:

@@ -44,6 +44,11 @@ class CutPlace:
         }
         self._reason = next((reason for reason, holds in reasons.items() if holds), "")
 
+    @property
+    def whole(self) -> bool:
+        """Whether something needs whole batches."""
+        return bool(self._reason)
+
     def take(self, loader: Any, share: Callable[[], Share | None]) -> Any:
         """Let a loader of one's own cut, if this is the place.
 

@@ -10,9 +10,12 @@ from lightning_cp.errors import ContextParallelWarning, RefusedError
 from lightning_cp.mesh import Mesh
 from lightning_cp.plugin.cutting import HOOKS, CutPlace, makes_batches_alone
 from lightning_cp.plugin.loaders import (
+    RowOrder,
     SharedLoader,
     check_shares,
+    makes_rows,
     own_copy,
+    place_rows,
     random_state,
     set_random_state,
     watch,
@@ -79,6 +82,10 @@ class Loading:
         share: Share | None = self.share()  # type: ignore[attr-defined]
         return share
 
+    def _row_share(self) -> Share | None:
+        """How rows are cut as they are read; None where they are read whole."""
+        return None if self._place is None or self._place.whole else self._worker_share()
+
     def process_dataloader(self, dataloader: Any) -> Any:
         """The loader that a stage uses in place of the user's, which is left as it is.
 
@@ -88,17 +95,22 @@ class Loading:
         if isinstance(dataloader, SharedLoader):  # that of an earlier run of a CombinedLoader
             dataloader = dataloader.loader
         loader = super().process_dataloader(dataloader)  # type: ignore[misc]
-        mesh = self._mesh
-        if mesh is None:
+        mesh, packed = self._mesh, makes_rows(dataloader)
+        if mesh is None and not packed:
             return loader
-        place = mesh.coordinates
-        check_shares(loader, place.dp, mesh.topology.dp)
-        loader = own_copy(loader, worker_rank=place.dp, seed_worker=self._flavor.seed_worker)
+        device = self.data_parallel_rank  # type: ignore[attr-defined]
+        check_shares(loader, device, self.data_parallel_size)  # type: ignore[attr-defined]
+        loader = own_copy(loader, worker_rank=device, seed_worker=self._flavor.seed_worker)
+        if packed:
+            place_rows(loader, self, self._row_share)
         if self._place is not None:
             loader = self._place.take(loader, self._worker_share)
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         if trainer.training:
             self._prepare_training(trainer, loader)
+        if mesh is None:
+            return loader
+        place = mesh.coordinates
         if self._config.data == "broadcast" and mesh.topology.cp > 1:
             return SharedLoader(loader, first=place.cp == 0, group=mesh.meta)
         return loader
@@ -106,6 +118,8 @@ class Loading:
     def _prepare_training(self, trainer: Any, loader: Any) -> None:
         """Let a training loader remember its position, or take up that of a checkpoint."""
         batches, position = watch(loader), self._position
+        if isinstance(batches, RowOrder):
+            batches.set_epoch(trainer.current_epoch)  # workers begin before the Trainer says so
         if position is None:
             return
         number, self._resumed = self._resumed, self._resumed + 1
@@ -115,7 +129,8 @@ class Loading:
         for sampler in (getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(position["epoch"])  # workers ask for indices at once
-        if batches is not None and entry is not None:
+        rows = entry is not None and "rows" in entry
+        if batches is not None and entry is not None and rows == isinstance(batches, RowOrder):
             batches.resume(entry)
 
     def on_train_start(self) -> None:
@@ -138,8 +153,11 @@ class Loading:
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)  # type: ignore[misc]
         fit_loop = (checkpoint.get("loops") or {}).get("fit_loop") or {}
         position = (fit_loop.get("state_dict") or {}).get(KEY)
-        if position is not None and self._mesh is not None:
-            self._take_up(position, self._mesh.topology.dp)
+        rows = position is not None and any(
+            "rows" in entry for entry in position["loaders"] if entry
+        )
+        if position is not None and (rows or self._mesh is not None):
+            self._take_up(position, self.data_parallel_size)  # type: ignore[attr-defined]
         return checkpoint
 
     def _take_up(self, position: dict[str, Any], devices: int) -> None:
@@ -168,20 +186,25 @@ class Loading:
         super().teardown()  # type: ignore[misc]
 
     def _current_position(self) -> dict[str, Any] | None:
-        """Where the training loaders are; None where nothing is trained, or on one rank."""
+        """Where the training loaders are; None where nothing is trained.
+
+        On one rank only packed rows have a position.
+        """
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]
         loop = trainer.fit_loop
         combined = loop._combined_loader
-        if self._mesh is None or combined is None:
+        if combined is None:
+            return None
+        found = [watched(loader) for loader in combined.flattened]
+        if self._mesh is None and not any(isinstance(x, RowOrder) for x in found):
             return None
         progress = loop.epoch_loop.batch_progress
         taken, started = progress.current.processed, loop.epoch_progress.current.started
         ended = taken >= trainer.num_training_batches or progress.is_last_batch
         taken = 0 if ended else taken
-        cycles = combined._mode == "max_size_cycle"
-        found = [watched(loader) for loader in combined.flattened]
+        cycles = combined._mode == "max_size_cycle" and len(found) > 1
         return {
-            "devices": self._mesh.topology.dp,
+            "devices": self.data_parallel_size,  # type: ignore[attr-defined]
             "epoch": started if ended else max(started - 1, 0),
             "taken": taken,
             "loaders": [x and x.position(taken, cycles=cycles) for x in found],

@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_cp.comm.broadcast import broadcast_object
 from lightning_cp.data.collate import WorkerCollate
-from lightning_cp.errors import PeerError, RefusedError
+from lightning_cp.data.packing.dataset import Asked, Rows
+from lightning_cp.errors import ConfigError, PeerError, RefusedError
 
 
 def check_shares(loader: Any, device: int, devices: int) -> None:
@@ -63,14 +64,47 @@ def own_copy(loader: Any, *, worker_rank: int, seed_worker: Any) -> Any:
     return own
 
 
-def watch(loader: Any) -> "Batches | None":
+def makes_rows(loader: Any) -> bool:
+    """Whether a loader's dataset makes packed rows.
+
+    Raises:
+        ConfigError: if the loader would make batches of them, which they are already.
+    """
+    if not (isinstance(loader, DataLoader) and isinstance(loader.dataset, Rows)):
+        return False
+    if loader.batch_size is not None:
+        raise ConfigError(
+            f"every row of a {type(loader.dataset).__name__} is a batch [1, S] already, but the "
+            f"DataLoader has batch_size={loader.batch_size}; use DataLoader(dataset, "
+            f"batch_size=None), and more tokens per row for more documents in a step"
+        )
+    return True
+
+
+def place_rows(loader: Any, strategy: Any, share: Asked) -> None:
+    """Let a loader of one's own make the rows of this rank.
+
+    Args:
+        loader: of packed rows; see `makes_rows`.
+        strategy: knows the virtual device of this rank.
+        share: says how it cuts, None where rows stay whole.
+    """
+    vars(loader)["dataset"] = loader.dataset.placed(strategy, share)
+
+
+def watch(loader: Any) -> "Batches | RowOrder | None":
     """Let a loader of one's own remember where its order came from; None where it cannot.
 
-    Iterable datasets, loaders with a state of their own (`state_dict`) and other iterables cannot.
+    Other iterable datasets than packed rows, loaders with a state of their own (`state_dict`) and
+    other iterables cannot.
     """
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
         return None
-    if hasattr(loader, "state_dict"):
+    if isinstance(loader.dataset, Rows):
+        rows = RowOrder(loader.dataset)
+        vars(loader)["sampler"] = rows
+        return rows
+    if isinstance(loader.dataset, IterableDataset):
         return None
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     batches = Batches(getattr(loader, name))
@@ -78,13 +112,45 @@ def watch(loader: Any) -> "Batches | None":
     return batches
 
 
-def watched(loader: Any) -> "Batches | None":
+def watched(loader: Any) -> "Batches | RowOrder | None":
     """What `watch` put into a loader."""
     for name in ("batch_sampler", "sampler"):
         found = getattr(loader, name, None)
-        if isinstance(found, Batches):
+        if isinstance(found, Batches | RowOrder):
             return found
     return None
+
+
+class RowOrder:
+    """In place of the sampler of packed rows: tells them epochs, and where to begin.
+
+    Args:
+        rows: the loader's dataset.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._epoch, self._skip = rows, 0, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """The Trainer calls this before every epoch."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[None]:
+        """Nothing but turns; a loader asks for this, maybe twice, before it starts its workers."""
+        self._rows.begin(self._epoch, self._skip)
+        return self._turns()
+
+    def _turns(self) -> Iterator[None]:
+        self._skip = 0
+        yield from itertools.repeat(None)
+
+    def position(self, taken: int, *, cycles: bool) -> dict[str, Any] | None:
+        """Where the loader is; None where it may have started anew. See `Batches.position`."""
+        return None if cycles and taken else {"rows": taken}
+
+    def resume(self, position: dict[str, Any]) -> None:
+        """Begin the next epoch behind the rows that were used."""
+        self._skip = position["rows"]
 
 
 class Batches:

@@ -23,6 +23,7 @@ CAUSAL, FULL = "causal", "bidirectional"
 BASES = {"causal_mask_function": CAUSAL, "bidirectional_mask_function": FULL}
 COMBINED = ("and_masks", "or_masks")
 WINDOWS = ("sliding_window", "chunk_size")
+EDGES = ("cu_seq_lens_q", "cu_seq_lens_k")
 REFUSED = {
     "softcap": "a soft cap on the scores",
     "s_aux": "attention sinks",
@@ -42,10 +43,12 @@ class Seen:
     Attributes:
         kinds: kinds of masks.
         packed: whether packed documents were looked for since the last mask was made.
+        edges: cumulative lengths that calls passed on, found to be those of the documents.
     """
 
     kinds: set[str] = field(default_factory=set)
     packed: bool = False
+    edges: list[Tensor] = field(default_factory=list)
 
 
 class Attention:
@@ -176,11 +179,13 @@ class Attention:
                 f"{caller(context)}: output_attentions=True asks for weights of every query and "
                 f"key, which never exist in one place; leave it off"
             )
-        if any(kwargs.get(name) is not None for name in ("cu_seq_lens_q", "cu_seq_lens_k")):
+        edges = [kwargs[name] for name in EDGES if kwargs.get(name) is not None]
+        if not all(self._are_documents(context, size, given) for given in edges):
             raise RefusedError(
-                f"{caller(context)}: cu_seq_lens_q and cu_seq_lens_k are not supported; put "
-                f"position_ids that start anew with every document into the batch, and say "
-                f"documents='position_ids'"
+                f"{caller(context)}: cu_seq_lens_q and cu_seq_lens_k are not the edges of this "
+                f"row's documents, or cannot be compared with them (in compiled code, or with more "
+                f"than one row); put position_ids that start anew with every document into the "
+                f"batch, say documents='position_ids', and leave the lengths out"
             )
         _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
         kinds = self._seen_of(context).kinds
@@ -190,6 +195,18 @@ class Attention:
                 f"is_causal={causal}; without a mask the two must agree, set is_causal of the "
                 f"attention module"
             )
+
+    def _are_documents(self, context: Context, size: int, edges: Any) -> bool:
+        """Whether cumulative lengths are those of the documents of the whole row."""
+        known, sequence = self._seen_of(context).edges, _sequence(context, size)
+        if any(given is edges for given in known):
+            return True
+        if torch.compiler.is_compiling() or sequence.batch > 1 or not isinstance(edges, Tensor):
+            return False
+        if tuple(edges.tolist()) != (sequence.documents or (0, sequence.length)):
+            return False
+        known.append(edges)
+        return True
 
 
 def _context() -> Context:
