@@ -1,7 +1,9 @@
 import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,11 +34,11 @@ if __name__ == "__main__":
 """
 
 
-def run(script, strategy, devices, folder):
+def run(script, strategy, devices, folder, *, launcher=(), more=None):
     return subprocess.run(
-        [sys.executable, script, "--strategy", strategy, "--devices", str(devices)],
+        [sys.executable, *launcher, script, "--strategy", strategy, "--devices", str(devices)],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | (more or {}),
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
@@ -62,6 +64,38 @@ def test_existing_project_has_the_same_loss(one_process, tmp_path):
     assert found == pytest.approx(one_process, rel=1e-5)
     assert one_process < 4
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_torchrun_starts_the_ranks(one_process, tmp_path):
+    """One process prints; which of them starts the others is up to torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    found = final_loss(run(PROJECT, "context_parallel", 2, tmp_path, launcher=launcher))
+    assert found == pytest.approx(one_process, rel=1e-5)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return str(listener.getsockname()[1])
+
+
+@pytest.mark.full
+@pytest.mark.dist
+def test_slurm_starts_the_ranks(one_process, tmp_path):
+    """Two processes with what srun would have set."""
+    common = {"SLURM_JOB_ID": "1", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost"}
+    common |= {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    common |= {"SLURM_NODEID": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    with ThreadPoolExecutor(2) as tasks:
+        ranks = [{"SLURM_PROCID": str(r), "SLURM_LOCALID": str(r)} for r in range(2)]
+        first, second = tasks.map(
+            lambda own: run(PROJECT, "context_parallel", 2, tmp_path, more=common | own), ranks
+        )
+    assert final_loss(first) == pytest.approx(one_process, rel=1e-5)
+    assert second.returncode == 0, second.stderr[-4000:]
+    assert "final loss" not in second.stdout
 
 
 @pytest.mark.full

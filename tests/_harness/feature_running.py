@@ -88,15 +88,15 @@ RUNNING = [
     ),
     works(
         "torchrun",
-        "construction only: Lightning finds `TorchElasticEnvironment` and the strategy starts "
-        "no processes",
+        "two processes have the loss of one (`tests/test_examples.py`); the strategy starts none",
         parts.torchrun,
         world=1,
         plain=0,
     ),
     works(
         "SLURM",
-        "construction only: Lightning finds `SLURMEnvironment`; the strategy starts no processes",
+        "two processes with the variables of srun have the loss of one "
+        "(`tests/test_examples.py`); the strategy starts none",
         parts.slurm,
         world=1,
         plain=0,
