@@ -95,7 +95,24 @@ def test_long_documents_wait_for_others():
     longest = [[max(stop - start for _, start, stop in row) for row in found] for found in now]
     assert longest[0] == [9, 2]
     longest = [[max(stop - start for _, start, stop in row) for row in found] for found in later]
-    assert longest == [[2, 2], [9, 10], [2, 2]]
+    assert longest == [[2, 2], [10, 9], [2, 2]]
+
+
+def test_devices_wait_less_for_each_other_with_documents_of_one_length():
+    """Over a long-tailed corpus: the longest work of every round, over what is even."""
+    dice = random.Random(0)
+    lengths = [max(1, int(dice.lognormvariate(4, 1.5))) for _ in range(8000)]
+
+    def excess(**options: Any) -> float:
+        work = [
+            [sum((stop - start) ** 2 for _, start, stop in row) for row in found]
+            for found in plain_rounds(lengths, Packing(4096, **options), devices=4)
+        ]
+        assert len(work) == 82, "no more rows"
+        return sum(map(max, work)) * 4 / sum(map(sum, work))
+
+    assert excess(hold_longer_than=512) < 1.2
+    assert excess() > 1.7
 
 
 def test_held_documents_are_not_lost_at_the_end():

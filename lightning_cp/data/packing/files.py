@@ -75,8 +75,7 @@ class TokenFiles:
     def read(self, key: int, start: int, stop: int) -> Tensor:
         """Tokens `start..stop` of a document, int64; nothing else is read."""
         file, first = bisect_right(self._firsts, key) - 1, int(self._starts[key])
-        tokens: Tensor = self._mapped(file)[first + start : first + stop].long()
-        return tokens
+        return self._mapped(file)[first + start : first + stop].long()
 
     def _mapped(self, file: int) -> Tensor:
         if file not in self._maps:
@@ -99,8 +98,8 @@ class TokenFiles:
                 )
             return edges
         found = [torch.tensor([0]), *(self._ends(file, end) if end is not None else ())]
-        ends: Tensor = torch.cat([*found, torch.tensor([size])]).unique_consecutive()
-        return ends
+        rising: Tensor = torch.cat([*found, torch.tensor([size])]).unique_consecutive()
+        return rising
 
     def _ends(self, file: int, end: int) -> Iterator[Tensor]:
         """Where documents end, from the tokens themselves."""
@@ -129,4 +128,5 @@ def _map(path: Path, dtype: torch.dtype) -> Tensor:
     size = _size(path, dtype)
     if not size:
         return torch.empty(0, dtype=dtype)
-    return torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+    found: Tensor = torch.from_file(str(path), shared=False, size=size, dtype=dtype)
+    return found

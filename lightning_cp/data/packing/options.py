@@ -22,9 +22,10 @@ class Packing:
         long: what to do with a document of more than `tokens`: "split" makes documents of `tokens`
             of it and one of the rest (the last token of each still predicts the next one);
             "truncate" keeps the first `tokens` and warns; "refuse" stops.
-        hold_longer_than: documents of more tokens than this wait until there is one for every
-            virtual device; then each gets one in the same step, so that no device waits for
-            another. None: none waits.
+        hold_longer_than: documents of more tokens than this wait until there is one of about the
+            same length for every virtual device; then each gets one in the same step, so that
+            devices wait less for another. None: none waits. A sixteenth of `tokens` is a
+            good value.
         labels: "aligned" gives a field `labels` with the next token of the document at every token;
             "transformers" gives it as `shift_labels`, beside `labels` as models of transformers
             expect them: the tokens themselves. The last token of a document has -100, it predicts

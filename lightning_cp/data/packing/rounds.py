@@ -1,5 +1,6 @@
 """From documents to rows, one for every virtual device at a time: integers only."""
 
+import itertools
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -55,8 +56,8 @@ def rounds(
     """Rows that are filled together, one for every device.
 
     Documents are taken in their order, each into that row of the round where it fits and which has
-    the least attention work; what fits nowhere waits for the next round. So a document waits for at
-    most as many rounds as documents are looked at, and the same documents give the same rows.
+    the least attention work; what fits nowhere waits for the next round. The same documents give
+    the same rows.
 
     In the last round rows that would be empty get a half of the longest document. A row is empty
     only where there are fewer tokens than rows.
@@ -71,17 +72,14 @@ def rounds(
     """
     source = _parts(documents, packing)
     pending: list[Part] = []
-    held: deque[Part] = deque()
+    held: dict[int, deque[Part]] = {}
     ended = False
     while True:
         rows: list[Row] = [[] for _ in range(devices)]
         ended = ended or _refill(source, pending, held, packing, devices)
-        if len(held) >= devices:
-            for row in rows:
-                row.append(held.popleft())
-            ended = ended or _refill(source, pending, held, packing, devices)
+        _release(rows, held, packing.tokens)
         if ended:
-            pending = [*held, *pending]
+            pending = [*itertools.chain.from_iterable(held.values()), *pending]
             held.clear()
         pending = _fill(rows, pending, packing.tokens)
         if not any(rows):
@@ -93,18 +91,45 @@ def rounds(
 def _refill(
     source: Iterator[Part],
     pending: list[Part],
-    held: deque[Part],
+    held: dict[int, deque[Part]],
     packing: Packing,
     devices: int,
 ) -> bool:
     """Read until enough documents are looked at; whether the source has ended."""
     limit = packing.hold_longer_than or packing.tokens
-    while len(pending) < packing.buffer * devices and len(held) < devices:
+    while len(pending) < packing.buffer * devices:
+        if sum(len(queue) // devices for queue in held.values()) >= packing.buffer:
+            return False
         part = next(source, None)
         if part is None:
             return True
-        (held if part.size > limit else pending).append(part)
+        if part.size > limit:
+            held.setdefault(_level(part.size), deque()).append(part)
+        else:
+            pending.append(part)
     return False
+
+
+def _release(rows: list[Row], held: dict[int, deque[Part]], tokens: int) -> None:
+    """Give every row a document of one level, of the longest that fit, while there are enough."""
+    room = tokens
+    for level in sorted(held, reverse=True):
+        queue = held[level]
+        while len(queue) >= len(rows):
+            parts = sorted(itertools.islice(queue, len(rows)), key=lambda part: -part.size)
+            if parts[0].size > room:
+                break
+            rows.sort(key=lambda row: sum(part.size for part in row))
+            for row, part in zip(rows, parts, strict=True):
+                row.append(part)
+                queue.popleft()
+            room = tokens - max(sum(part.size for part in row) for row in rows)
+
+
+def _level(size: int) -> int:
+    """Sizes of one level differ by a half or less, in integers: two levels from 2^n to 2^(n+1)."""
+    bits = size.bit_length()
+    return 2 * bits + ((size >> max(bits - 2, 0)) & 1)
 
 
 def _fill(rows: list[Row], pending: list[Part], tokens: int) -> list[Part]:
