@@ -88,7 +88,10 @@ class CostModel:
         try:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ConfigError(f"the cost model {path} cannot be read: {error}") from error
+            raise ConfigError(
+                f"the cost model {path} cannot be read: {error}; "
+                f"lightning-cp bench calibrate --json FILE writes one"
+            ) from error
         if not isinstance(found, dict) or not set(found) <= set(names):
             raise ConfigError(
                 f"the cost model {path} must be a JSON object with some of the numbers "

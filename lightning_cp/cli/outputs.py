@@ -1,10 +1,24 @@
 """Where commands write, checked before anything runs."""
 
+import argparse
 import importlib.util
 import os
 from pathlib import Path
 
 from lightning_cp.errors import ConfigError
+
+
+def check_outputs(args: argparse.Namespace, picture: str) -> None:
+    """Check `--json FILE` and `--out DIR`, the folder of a picture, where they are given.
+
+    Raises:
+        ConfigError: with the option, if something cannot be written or drawn.
+    """
+    if args.json is not None:
+        writable_file(args.json, option="--json")
+    if args.out is not None:
+        matplotlib_for(picture)
+        writable_folder(args.out, option="--out")
 
 
 def writable_folder(folder: Path, *, option: str) -> None:

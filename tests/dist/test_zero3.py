@@ -17,6 +17,7 @@ from tests._harness.pool import Pool
 from tests._harness.resumed import Mesh, fit_resuming, moved, second_epoch
 from tests._harness.rows import TOGETHER, TRAINING, Row, assert_same, check, trainer
 from tests._harness.sharded import SHARDED, needs_sharding
+from tests.dist.test_parity import BATCHES, GRID
 
 pytestmark = [pytest.mark.dist, needs_sharding]
 
@@ -44,6 +45,12 @@ def test_training(row, pool, plain):
 @pytest.mark.full
 @pytest.mark.parametrize("row", TOGETHER, ids=named)
 def test_several_at_once(row, pool, plain):
+    check(row, pool, plain, "64-true", zero_stage=3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [*GRID, *BATCHES], ids=named)
+def test_rows_of_replicated_parameters(row, pool, plain):
     check(row, pool, plain, "64-true", zero_stage=3)
 
 

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_cp.balance import Balanced, CostModel, work_of
-from lightning_cp.cli.outputs import matplotlib_for, writable_file, writable_folder
+from lightning_cp.cli.outputs import check_outputs
 from lightning_cp.cli.plan.figures import NAMES, Answer, Question, lengths_of, save
 from lightning_cp.errors import ConfigError
 from lightning_cp.mask import Mask
@@ -88,11 +88,7 @@ def asked(args: argparse.Namespace) -> Question:
             raise ConfigError(f"--{name} {getattr(args, option)} must be at least 1")
     if args.window is not None and args.window < 0:
         raise ConfigError(f"--window {args.window} must be at least 0, the keys before a query")
-    if args.json is not None:
-        writable_file(args.json, option="--json")
-    if args.out is not None:
-        matplotlib_for(PICTURE)
-        writable_folder(args.out, option="--out")
+    check_outputs(args, PICTURE)
     window = None if args.window is None else (args.window, None)
     return Question(
         lengths=lengths_of(args.lengths),

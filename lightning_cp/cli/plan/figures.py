@@ -36,7 +36,10 @@ def lengths_of(file: Path) -> tuple[int, ...]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--lengths {file} cannot be read: {error}") from error
+        raise ConfigError(
+            f"--lengths {file} cannot be read: {error}; "
+            f"choose a file with the number of tokens of every document"
+        ) from error
     parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
     lengths = tuple(int(part) for part in parts if part.isdecimal())
     if not sum(lengths) or len(lengths) != len(parts):

@@ -1,5 +1,6 @@
 """Datasets of packed rows: which rows a process makes, and where it goes on."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count, islice
@@ -19,7 +20,7 @@ Asked = Callable[[], Share | None]
 """Says how this rank cuts, None where rows stay whole."""
 
 
-class Rows(IterableDataset[Any]):
+class Rows(IterableDataset[Any], ABC):
     """Packed rows, each a batch of its own; base of the datasets that make them.
 
     Every process finds all rows from the lengths of the documents, and makes those that are its
@@ -119,13 +120,13 @@ class Rows(IterableDataset[Any]):
             self._running = epoch, first, number
             yield made
 
+    @abstractmethod
     def _documents(self, epoch: int) -> Iterator[Document]:
         """All documents of an epoch, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _row(self, row: Row) -> Any:
         """The batch that a row is."""
-        raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy in another process has the answer of this moment on how to cut."""

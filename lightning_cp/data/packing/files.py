@@ -114,7 +114,10 @@ class TokenFiles:
 
 def _size(path: Path, dtype: torch.dtype) -> int:
     if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
+        raise ConfigError(
+            f"there is no file {path}; pass the paths of raw files of tokens, and as index those "
+            f"of their cumulative lengths"
+        )
     size = path.stat().st_size
     if size % dtype.itemsize:
         raise ConfigError(

@@ -11,7 +11,7 @@ from lightning_cp.cli.bench.attention.report import Report
 from lightning_cp.cli.bench.attention.results import RankResult
 from lightning_cp.cli.bench.attention.settings import DTYPES, Launch, Settings
 from lightning_cp.cli.children import run_ranks
-from lightning_cp.cli.outputs import matplotlib_for, writable_file, writable_folder
+from lightning_cp.cli.outputs import check_outputs
 from lightning_cp.errors import ConfigError, ContextParallelError
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.plan import SCHEDULES
@@ -131,11 +131,7 @@ def checked(args: argparse.Namespace) -> Settings:
         launches=args.launches,
         overlaps=(True, False) if args.no_overlap else (True,),
     )
-    if args.json is not None:
-        writable_file(args.json, option="--json")
-    if args.out is not None:
-        matplotlib_for(PICTURE)
-        writable_folder(args.out, option="--out")
+    check_outputs(args, PICTURE)
     return settings
 
 

@@ -9,7 +9,7 @@ from rich.progress import track
 from lightning_cp.cli.bench.balance.measure import LAYOUTS, measure
 from lightning_cp.cli.bench.balance.report import print_rows, rows_of, save
 from lightning_cp.cli.bench.balance.rows import SETTINGS, draws
-from lightning_cp.cli.outputs import matplotlib_for, writable_file, writable_folder
+from lightning_cp.cli.outputs import check_outputs
 from lightning_cp.errors import ConfigError
 
 SUMMARY = "compare layouts of packed rows of real lengths: balance, bytes, pieces, planning time"
@@ -34,11 +34,7 @@ def run(args: argparse.Namespace) -> None:
     most = len(draws())
     if not 1 <= args.draws <= most:
         raise ConfigError(f"--draws {args.draws} must lie between 1 and {most}, the rows there are")
-    if args.json is not None:
-        writable_file(args.json, option="--json")
-    if args.out is not None:
-        matplotlib_for(PICTURE)
-        writable_folder(args.out, option="--out")
+    check_outputs(args, PICTURE)
     console = Console()
     rows = []
     for setting in track(SETTINGS, "settings", console=console, transient=True):

@@ -12,7 +12,7 @@ from lightning_cp.cli.bench.packed.measure import measure, one_thread
 from lightning_cp.cli.bench.packed.report import print_results
 from lightning_cp.cli.bench.packed.results import Results, merged
 from lightning_cp.cli.bench.packed.settings import ALL_LAYOUTS, DEFAULT_LAYOUTS, Settings, Sizes
-from lightning_cp.cli.outputs import matplotlib_for, writable_file, writable_folder
+from lightning_cp.cli.outputs import check_outputs
 from lightning_cp.errors import ConfigError
 from lightning_cp.plan import SCHEDULES
 
@@ -69,11 +69,7 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.network is not None and not (args.network > 0 and math.isfinite(args.network)):
         raise ConfigError(f"--network {args.network} is no rate; choose Gbit/s above 0")
-    if args.json is not None:
-        writable_file(args.json, option="--json")
-    if args.out is not None:
-        matplotlib_for(PICTURE)
-        writable_folder(args.out, option="--out")
+    check_outputs(args, PICTURE)
     console = Console()
     results = measured(args, console) if args.merge is None else merged(args.merge, args.network)
     print_results(console, results)
