@@ -66,18 +66,19 @@ def forward(
         Output `[B, H, S, Dv]` in the dtype of `q`, and LSE `[B, H, S]` in float (double for
         double), -inf and output 0 where a query sees no key. (As a generator: see [Note: turns].)
     """
-    dtype = state_dtype(q.dtype)
+    dtype = state_dtype(q.dtype, len(plan.rounds))
     out = token_major(q, v.shape[-1], q.dtype)
-    lse = q.new_empty(q.shape[:3], dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
     groups = _groups(plan, q, k)
     own = [Pair(k[:, heads.kv], v[:, heads.kv]) for heads in groups]
     fetch = Fetch(plan, own, link, probe)
     fetch.post()
     for heads, here in zip(groups, own, strict=True):
-        target, queries = out[:, heads.q], q[:, heads.q]
-        if q.dtype != dtype:
-            target = token_major(queries, v.shape[-1], dtype)
-        running = RunningAttention(target, lse[:, heads.q])
+        results, queries = (out[:, heads.q], lse[:, heads.q]), q[:, heads.q]
+        running = RunningAttention(
+            results[0] if q.dtype == dtype else token_major(queries, v.shape[-1], dtype),
+            results[1] if lse.dtype == dtype else torch.empty_like(results[1], dtype=dtype),
+        )
         for index, step in enumerate(plan.rounds):
             buffer = here  # gives up the buffer of the round before
             if index:
@@ -87,10 +88,9 @@ def forward(
             _attend(kernel, step.tiles, queries, buffer, running, scale=scale, probe=probe)
         del buffer
         running.finish()
-        if q.dtype != dtype:
-            with probe("copy"):
-                out[:, heads.q].copy_(target)
-        del target, running
+        with probe("copy"):
+            _round_into(results, (running.out, running.lse))
+        del running
     return out, lse
 
 
@@ -149,7 +149,7 @@ def backward(
     fetch.post()
     home: _Home | None = None
     for heads, here in zip(groups, own, strict=True):
-        group = _Group(grads, heads, probe)
+        group = _Group(grads, heads, len(plan.rounds), probe)
         rows = Saved(*(x[:, heads.q] for x in saved))
         for index, step in enumerate(plan.rounds):
             buffer = here  # gives up the buffer of the round before
@@ -175,10 +175,12 @@ def backward(
 class _Group:
     """The gradients of a group of heads while they grow."""
 
-    def __init__(self, grads: tuple[Tensor, Tensor, Tensor], heads: Heads, probe: Probe) -> None:
+    def __init__(
+        self, grads: tuple[Tensor, Tensor, Tensor], heads: Heads, rounds: int, probe: Probe
+    ) -> None:
         dq, dk, dv = grads
         self._results = (dq[:, heads.q], dk[:, heads.kv], dv[:, heads.kv])
-        dtype = state_dtype(grads[0].dtype)
+        dtype = state_dtype(grads[0].dtype, rounds)
         self.probe = probe
         self.dq, *own = (
             RunningSum(x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
@@ -190,10 +192,14 @@ class _Group:
         """Round the sums once, where they are of another dtype than the results."""
         self.dq.finish()
         with self.probe("copy"):
-            totals = [running.total for running in (self.dq, *self.own)]
-            for result, total in zip(self._results, totals, strict=True):
-                if total.dtype != result.dtype:
-                    result.copy_(total)
+            _round_into(self._results, [running.total for running in (self.dq, *self.own)])
+
+
+def _round_into(results: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+    """Results in their own dtype, where they grew in another one."""
+    for result, total in zip(results, totals, strict=True):
+        if total.dtype != result.dtype:
+            result.copy_(total)
 
 
 class _Home(NamedTuple):

@@ -110,7 +110,7 @@ class Homing:
         with probe("copy"):
             sends = [(t.peer, _packed(grads, t.rows)) for t in step.returns]
         like = Pair(own[0].total, own[1].total)
-        self._parts = [(t.rows, empty_pair(like, t.size)) for t in step.collects]
+        self._parts = [(t.rows, empty_pair(like, t.size, grads.k.dtype)) for t in step.collects]
         with probe("communication"):
             self._pending = link.exchange(sends, _messages(step.collects, self._parts))
 

@@ -3,12 +3,16 @@
 import torch
 from torch import Tensor
 
-from lightning_cp.plan.memory import CHUNK
+from lightning_cp.plan.memory import CHUNK, state_size
 
 
-def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of running sums for inputs of `dtype`: float, double for double."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+def state_dtype(dtype: torch.dtype, rounds: int = 1) -> torch.dtype:
+    """Dtype of running results for inputs of `dtype`: float, double for double.
+
+    Double for float as well where results grow in so many rounds that rounding each of them would
+    show; of half precision it does not.
+    """
+    return torch.float64 if state_size(dtype.itemsize, rounds) == 8 else torch.float32
 
 
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:

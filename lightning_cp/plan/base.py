@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_cp.plan.memory import Memory, Sizes, backward_peak, forward_peak
+from lightning_cp.plan.memory import Memory, Sizes, backward_peak, forward_peak, state_size
 from lightning_cp.plan.rounds import Round
 
 
@@ -91,7 +91,7 @@ class Plan:
             heads: query heads.
             head_dim: size of a key.
             itemsize: bytes of one element; running sums and gradients on their way take at least
-                four.
+                four, sums of floats over more than eight rounds eight.
             kv_heads: key and value heads, `heads` where not given.
             value_dim: size of a value, `head_dim` where not given.
             batch: rows of the batch.
@@ -103,6 +103,7 @@ class Plan:
             head_dim,
             head_dim if value_dim is None else value_dim,
             itemsize,
+            state_size(itemsize, len(self.rounds)),
         )
         groups = sizes.groups(self.head_chunks if len(self.rounds) > 1 else 1)
         return Memory(

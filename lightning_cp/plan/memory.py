@@ -12,6 +12,9 @@ CHUNK = 2**19
 BANDED = 256
 """Queries of a banded tile that a kernel which takes masks computes at a time."""
 
+MANY = 8
+"""Rounds of which a float's sum is in double if there are more: else its error grows with them."""
+
 NARROW, SMALL = 128, 2**16
 """Rows or keys, and pairs of them, of a tile whose half-precision backward a CPU does in float."""
 
@@ -24,7 +27,7 @@ class Memory(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Sizes of the tensors of a call."""
+    """Sizes of the tensors of a call; `state` are the bytes of an element of a running sum."""
 
     batch: int
     heads: int
@@ -32,10 +35,11 @@ class Sizes(NamedTuple):
     head_dim: int
     value_dim: int
     itemsize: int
+    state: int
 
     @property
-    def state(self) -> int:
-        """Bytes of an element of a running sum."""
+    def wire(self) -> int:
+        """Bytes of an element of a gradient on its way, and of a log-sum-exp."""
         return max(self.itemsize, 4)
 
     def groups(self, count: int) -> tuple["Sizes", ...]:
@@ -64,6 +68,11 @@ class Sizes(NamedTuple):
         return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
 
 
+def state_size(itemsize: int, rounds: int) -> int:
+    """Bytes of an element of a running result of so many rounds: at least float, see `MANY`."""
+    return 8 if itemsize == 4 and rounds > MANY else max(itemsize, 4)
+
+
 def slow_in_half(q_rows: int, k_rows: int) -> bool:
     """Whether the half-precision backward of a CPU is slower than copies to float and back."""
     return min(q_rows, k_rows) <= NARROW or q_rows * k_rows <= SMALL
@@ -73,10 +82,11 @@ def forward_peak(
     rounds: Sequence[Round], groups: Sequence[Sizes], q_size: int, sizes: Sizes
 ) -> int:
     """The most bytes at a time in a forward, all groups of heads one after the other."""
-    results = q_size * (sizes.out * sizes.itemsize + sizes.batch * sizes.heads * sizes.state)
+    results = q_size * (sizes.out * sizes.itemsize + sizes.batch * sizes.heads * sizes.wire)
     peak = 0
     for index, group in enumerate(groups):
         running = q_size * group.out * group.state if group.state != group.itemsize else 0
+        running += q_size * group.batch * group.heads * group.state * (group.state != group.wire)
         for at, step in enumerate(rounds):
             held = results + running + _buffer(step, group, first=not at)
             held += _coming(rounds, groups, index, at)
@@ -102,14 +112,14 @@ def backward_peak(
             fixed = results + running + unfinished
             buffer = _buffer(step, group, first=not at)
             coming = _coming(rounds, groups, index, at)
-            grads = step.size * group.pair * group.state if at else 0
+            grads = step.size * group.pair * group.wire if at else 0
             if at:
                 peak = max(peak, fixed + homing + _arriving(step, group))
             peak = max(peak, fixed + homing + buffer + coming + grads + _parts(step, group))
             if at:
                 unfinished = 0
                 held = results + running + buffer + coming
-                row = group.pair * group.state
+                row = group.pair * group.wire
                 whole, received = _whole(step.returns, step.size), _rows(step.collects) * row
                 packed = 0 if whole else _rows(step.returns) * row
                 peak = max(peak, held + grads + packed + received)
@@ -143,7 +153,7 @@ def _arriving(step: Round, group: Sizes) -> int:
 
 def _part(step: Round, group: Sizes, *, merged: bool) -> int:
     """The most that a block needs: its mask while it is made, or its output, LSE and merging."""
-    row = group.out * group.itemsize + group.batch * group.heads * group.state
+    row = group.out * group.itemsize + group.batch * group.heads * group.wire
     found = 0
     for q, k, banded in _blocks(step):
         mask = banded * q * k * group.itemsize
@@ -163,7 +173,7 @@ def _gradients(q: int, k: int, banded: bool, group: Sizes) -> int:
     grads = q * group.query + k * group.pair
     mask = banded * q * k
     if group.itemsize == 2 and slow_in_half(q, k):
-        return (2 * grads + 2 * q * group.out + mask) * group.state
+        return (2 * grads + 2 * q * group.out + mask) * group.wire
     return (grads + mask) * group.itemsize
 
 
