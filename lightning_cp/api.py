@@ -4,7 +4,7 @@ import inspect
 import weakref
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +100,7 @@ class ContextParallel:
         self._steps: Counter[str] = Counter()
         self._last: Context | None = None
         self._loss: Tensor | None = None
+        self.attended: Callable[[], None] | None = None
         self._taking: tuple[Any, bool, bool] = (None, False, False)
 
     def close(self) -> None:
@@ -152,6 +153,7 @@ class ContextParallel:
             compare_calls=step < WATCHED,
             module=weakref.ref(module) if module is not None else None,
             plans=found.plans,
+            attended=self.attended,
             log=CallLog(planning=part.seconds),
         )
         digest = self._compare(stage, step, found, "")

@@ -92,6 +92,8 @@ def forward_implementation(
     assert plan is not None  # invariant: attention handles always carry a plan
     link = _link(context)
     out, lse = executor.run(executor.forward(plan, kernel, q, k, v, scale=scale, link=link))
+    if context.attended is not None:
+        context.attended()
     return out, lse, torch.tensor(handle)
 
 
@@ -111,7 +113,10 @@ def backward_implementation(
     assert plan is not None  # invariant: attention handles always carry a plan
     kernel, saved = resolve(context.kernel, q, v), Saved(q, out, lse, grad)
     link = _link(context)
-    return executor.run(executor.backward(plan, kernel, saved, k, v, scale=scale, link=link))
+    grads = executor.run(executor.backward(plan, kernel, saved, k, v, scale=scale, link=link))
+    if context.attended is not None:
+        context.attended()
+    return grads
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -148,7 +153,7 @@ def _alone(q: Tensor, k: Tensor) -> Context:
 
 
 def _link(context: Context) -> Link:
-    link = GroupLink(context.group)
+    link: Link = context.link or GroupLink(context.group)
     return link if context.overlap else BlockingLink(link)
 
 

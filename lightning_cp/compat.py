@@ -46,6 +46,14 @@ def ranks_of(group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(group))
 
 
+def group_name(value: Any) -> str | None:
+    """Name of a process group that is an argument of a communication operator, else None."""
+    try:
+        return str(dist.ProcessGroup.unbox(value).group_name)
+    except (RuntimeError, TypeError):
+        return None
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread, recomputed forwards included."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -9,7 +9,7 @@ integer handle that its forward saved.
 import weakref
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -128,6 +128,8 @@ class Context:
             transfer (the first micro-steps of a stage).
         module: weak reference to the root module, for names in messages.
         plans: plans that came with the batch, made where it was loaded.
+        attended: called when the work of an attention call has been queued, forward or backward.
+        link: what carries the messages in place of the group (benchmarks).
         log: what was called so far.
     """
 
@@ -142,6 +144,8 @@ class Context:
     compare_calls: bool = False
     module: "weakref.ref[torch.nn.Module] | None" = None
     plans: Mapping[PlanKey, Plan] = field(default_factory=dict)
+    attended: Callable[[], None] | None = None
+    link: Any = None
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property

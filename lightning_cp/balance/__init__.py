@@ -11,6 +11,7 @@ from lightning_cp.balance.layouts import DOCUMENT_LAYOUTS, Padding, balanced, la
 from lightning_cp.balance.options import Balanced
 from lightning_cp.balance.planner import plan
 from lightning_cp.balance.problem import Loads, Piece, Problem, loads
+from lightning_cp.balance.windows import gather_window
 from lightning_cp.balance.work import Banded, Causal, Work, work_of
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "Work",
     "balanced",
     "fastest",
+    "gather_window",
     "layout_of",
     "least_received",
     "loads",

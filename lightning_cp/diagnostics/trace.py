@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lightning_cp import attention, loss
+from lightning_cp.compat import group_name
 from lightning_cp.functional import operators
 
 
@@ -115,10 +116,11 @@ class MemoryTracker(_Inside):
 
 
 class CollectiveCall(NamedTuple):
-    """One call of the communication library: its name, and the bytes of its tensors."""
+    """One call of the communication library: its name, the bytes of its tensors, its group."""
 
     name: str
     size: int
+    group: str = ""
 
 
 class CollectiveRecorder(_Inside):
@@ -135,9 +137,9 @@ class CollectiveRecorder(_Inside):
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Any) -> None:
         if func.namespace == "c10d":
             tensors = [x for x in tree_leaves(args[:1]) if isinstance(x, Tensor)]
-            self.calls.append(
-                CollectiveCall(func.overloadpacket.__name__, sum(x.nbytes for x in tensors))
-            )
+            size = sum(x.nbytes for x in tensors)
+            groups = [name for x in tree_leaves(args) if (name := group_name(x)) is not None]
+            self.calls.append(CollectiveCall(func.overloadpacket.__name__, size, *groups[:1]))
 
     def total(self, *names: str) -> int:
         """Bytes of all calls with one of these names."""
