@@ -30,9 +30,9 @@ class Gathers:
 
     Args:
         root: the sharded root module; its own parameters are not moved.
-        window: "fsdp", torch's order: before a block's own forward, and during the whole backward
-            of the block behind it; "early", when the block before it begins; "after_attention",
-            when the attention of the block before it has been queued, forward and backward.
+        window: "fsdp", torch's own order: before a block's forward, and in the backward when the
+            block before it begins; "early", when the block before it begins, forward and
+            backward; "after_attention", when the attention of the block before it has been queued.
     """
 
     def __init__(self, root: nn.Module, window: str = "fsdp") -> None:
@@ -64,15 +64,10 @@ class Gathers:
 
     def attended(self) -> None:
         """Called when the work of an attention call has been queued, forward or backward."""
-        if self._window != "after_attention" or self._inside is None:
-            return
-        block, backward = self._inside
-        if in_backward() != backward or block not in self._order:
-            return
-        at = self._order.index(block) + (-1 if backward else 1)
-        if 0 <= at < len(self._order) and self._order[at] not in self._ahead:
-            self._ahead.add(self._order[at])
-            self._order[at].unshard(async_op=True)
+        if self._window == "after_attention" and self._inside is not None:
+            block, backward = self._inside
+            if in_backward() == backward:
+                self._gather(block, backward=backward)
 
     def settle(self, *, failed: bool = False) -> None:
         """After a step: what was gathered for a block that did not come is freed again.
@@ -104,30 +99,33 @@ class Gathers:
             self._order.append(block)
         elif self._window != self._wanted and block is self._order[0]:
             self._arrange(self._wanted)
-        self._inside = (block, False)
-        self._ahead.discard(block)
-        at = self._order.index(block) + 1 if block in self._order else 0
-        if self._window == "early" and 0 < at < len(self._order):
-            self._ahead.add(self._order[at])
+        self._begin(block, backward=False)
 
     def _leave(self, block: Any, args: Any, output: Any) -> None:
         """A block's forward ends; its backward begins with the gradient of something it gave."""
         given = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
         if given and not in_backward():
             torch.autograd.graph.register_multi_grad_hook(
-                given, lambda grad: self._return(block), mode="any"
+                given, lambda _: self._begin(block, backward=True), mode="any"
             )
 
-    def _return(self, block: Any) -> None:
+    def _begin(self, block: FSDPModule, *, backward: bool) -> None:
+        self._inside = (block, backward)
         self._ahead.discard(block)
-        self._inside = (block, True)
+        if self._window == "early":
+            self._gather(block, backward=backward)
+
+    def _gather(self, block: FSDPModule, *, backward: bool) -> None:
+        """Start to gather the block that comes after another one."""
+        if block not in self._order:
+            return
+        at = self._order.index(block) + (-1 if backward else 1)
+        if 0 <= at < len(self._order) and self._order[at] not in self._ahead:
+            self._ahead.add(self._order[at])
+            self._order[at].unshard(async_op=True)
 
     def _arrange(self, window: str) -> None:
-        """Tell the blocks what to gather by themselves."""
         self._window = window
-        for at, block in enumerate(self._order, 1):
-            block.set_modules_to_forward_prefetch(
-                self._order[at : at + 1] if window == "early" else []
-            )
+        for block in self._order:
             # A block that is to gather itself, which it has done, gathers no other.
-            block.set_modules_to_backward_prefetch([block] if window == "after_attention" else [])
+            block.set_modules_to_backward_prefetch([] if window == "fsdp" else [block])

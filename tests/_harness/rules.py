@@ -19,7 +19,16 @@ MANY_PARAMETERS = {
     "ContextParallelBase.__init__",  # the user's options: all of them keyword-only and optional
 }
 # fsdp is nothing but a use of torch.distributed.fsdp.
-MAY_USE_DISTRIBUTED = ("compat", "mesh", "comm", "fsdp", "gathers", "plugin", "cli", "diagnostics/trace")
+MAY_USE_DISTRIBUTED = (
+    "compat",
+    "mesh",
+    "comm",
+    "fsdp",
+    "gathers",
+    "plugin",
+    "cli",
+    "diagnostics/trace",
+)
 MAY_USE_LIGHTNING = ("plugin", "cli")
 MAY_READ_ENVIRONMENT = ("plugin", "cli")
 
