@@ -101,9 +101,14 @@ def check_version() -> None:
         )
 
 
+def sharded_parts(module: nn.Module) -> list[FSDPModule]:
+    """The modules within a module, itself included, that gather parameters."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Whether parameters of a module are sharded, by `shard` or by the user."""
-    return any(isinstance(part, FSDPModule) for part in module.modules())
+    return bool(sharded_parts(module))
 
 
 def check_sharded(module: nn.Module, *, world: int) -> None:
@@ -132,9 +137,8 @@ def check_sharded(module: nn.Module, *, world: int) -> None:
 
 def reshard(module: nn.Module) -> None:
     """Free gathered parameters, also in the middle of a step; no rank needs another for that."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            free_gathered(part)
+    for part in sharded_parts(module):
+        free_gathered(part)
 
 
 @contextmanager

@@ -7,9 +7,12 @@ until then, asleep. The clock is `time.monotonic`, which all processes of one Li
 
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Work
 
 from lightning_cp.comm.p2p import Link, Message, Waiting
 from lightning_cp.errors import ConfigError
@@ -45,15 +48,60 @@ class ThrottledLink:
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
         """See `lightning_cp.comm.p2p.exchange`."""
-        left = [self._leave(buffer) for _, buffer in sends]
+        left = [
+            torch.tensor([self.leaves(buffer.nbytes)], dtype=torch.float64) for _, buffer in sends
+        ]
         due = [torch.empty(1, dtype=torch.float64) for _ in receives]
         pending = self._link.exchange(_interleaved(sends, left), _interleaved(receives, due))
         return _Paced(pending, [*left, *due])
 
-    def _leave(self, buffer: Tensor) -> Tensor:
-        """When the last byte of a message leaves that is posted now: float64 `[1]`, seconds."""
-        self._free = max(time.monotonic(), self._free) + buffer.nbytes / self._bytes_per_second
-        return torch.tensor([self._free], dtype=torch.float64)
+    def leaves(self, size: int) -> float:
+        """When the last of `size` bytes leaves that are posted now, by `time.monotonic`."""
+        self._free = max(time.monotonic(), self._free) + size / self._bytes_per_second
+        return self._free
+
+
+class ThrottledGather:
+    """What `FSDPModule.set_custom_all_gather` takes: gathers that share a throttled link.
+
+    A gather takes as long as a ring of the group's ranks would; every rank waits for its own
+    messages to leave.
+
+    Args:
+        link: the link of this rank.
+    """
+
+    def __init__(self, link: ThrottledLink) -> None:
+        self._link = link
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An empty tensor for the result."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        """Gather equal parts of all ranks; without `async_op` wait until the link is free again."""
+        due = self._link.leaves(input_tensor.nbytes * (dist.get_world_size(group) - 1))
+        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        paced = _PacedWork(work, due)
+        if async_op:
+            return paced
+        paced.wait()
+        return None
+
+
+class _PacedWork(Work):
+    """A collective in flight until it is due."""
+
+    def __init__(self, work: Any, due: float) -> None:
+        super().__init__()
+        self._work, self._due = work, due
+
+    def wait(self, timeout: Any = None) -> bool:
+        self._work.wait()
+        _sleep_until(self._due)
+        return True
 
 
 class _Paced:
@@ -65,9 +113,13 @@ class _Paced:
     def wait(self) -> None:
         """Wait for every message, then sleep until it is due."""
         self._pending.wait()
-        remaining = max(map(float, self._due), default=0.0) - time.monotonic()
-        if remaining > 0:
-            time.sleep(remaining)
+        _sleep_until(max(map(float, self._due), default=0.0))
+
+
+def _sleep_until(due: float) -> None:
+    remaining = due - time.monotonic()
+    if remaining > 0:
+        time.sleep(remaining)
 
 
 def measured_rate(

@@ -6,6 +6,7 @@ from lightning_cp.cli.bench.attention import command as attention
 from lightning_cp.cli.bench.balance import command as balance
 from lightning_cp.cli.bench.calibrate import command as calibrate
 from lightning_cp.cli.bench.fuzz import command as fuzz
+from lightning_cp.cli.bench.overlap import command as overlap
 from lightning_cp.cli.bench.packed import command as packed
 from lightning_cp.cli.commands import Command, add_commands
 
@@ -16,6 +17,7 @@ BENCHMARKS = {
     "balance": Command(balance.SUMMARY, balance.add_options, balance.run),
     "calibrate": Command(calibrate.SUMMARY, calibrate.add_options, calibrate.run),
     "fuzz": Command(fuzz.SUMMARY, fuzz.add_options, fuzz.run),
+    "overlap": Command(overlap.SUMMARY, overlap.add_options, overlap.run),
     "packed": Command(packed.SUMMARY, packed.add_options, packed.run),
 }
 

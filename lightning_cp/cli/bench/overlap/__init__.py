@@ -1,0 +1,1 @@
+"""The benchmark of gathers of sharded parameters beside the traffic of attention."""
