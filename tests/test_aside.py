@@ -1,0 +1,138 @@
+"""Checkpoints that are written aside: what a crash at any moment leaves can be read."""
+
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from lightning_cp.plugin import aside
+from lightning_cp.plugin.aside import WritesAside, growing, newest, put
+
+
+class Aside(WritesAside, TorchCheckpointIO):
+    """As the strategy makes it."""
+
+
+class Crash(BaseException):
+    """Stands for the end of the process."""
+
+
+def content(path: Path) -> dict[str, str]:
+    """Names and contents of a folder, or the one content of a file."""
+    if path.is_dir():
+        return {part.name: part.read_text() for part in path.iterdir()}
+    return {"": path.read_text()}
+
+
+def write(path: Path, text: str, *, folder: bool) -> None:
+    place = growing(path)
+    if folder:
+        place.mkdir()
+        for name in ("a", "b"):
+            (place / name).write_text(text)
+    else:
+        place.write_text(text)
+    put(path)
+
+
+CHANGES = [
+    *((Path, name) for name in ("rename", "replace", "unlink", "mkdir", "write_text")),
+    (aside.shutil, "rmtree"),
+]
+"""Every call that changes the disk."""
+
+
+def crashes(path: Path, text: str, *, folder: bool, at: int) -> bool:
+    """Write, but for the changes from number `at` on; whether there were so many."""
+    left = at
+
+    def counted(call):
+        def run(*args, **kwargs):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise Crash
+            return call(*args, **kwargs)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in CHANGES:
+            patch.setattr(owner, name, counted(getattr(owner, name)))
+        try:
+            write(path, text, folder=folder)
+        except Crash:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("before", [None, False, True])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_at_any_change_leaves_a_complete_one(
+    before: bool | None, after: bool, tmp_path: Path
+) -> None:
+    """None is no checkpoint before, True a folder; after a first crash there is a second one."""
+    seen, ended, again = set(), 0, 0
+    for first in range(9):
+        for second in range(9):
+            path = tmp_path / f"{first}-{second}" / "last.ckpt"
+            if before is not None:
+                write(path, "old", folder=before)
+            for text, at in (("new", first), ("newer", second)):
+                crashed = crashes(path, text, folder=after, at=at)
+                found = newest(path)
+                if before is not None or found.exists():
+                    texts = set(content(found).values())
+                    assert len(texts) == 1
+                    assert content(found).keys() == ({"a", "b"} if found.is_dir() else {""})
+                    seen |= texts
+                if not crashed:
+                    assert content(path).keys() == ({"a", "b"} if after else {""})
+                    assert set(content(path).values()) == {text}
+                    assert [part.name for part in path.parent.iterdir()] == ["last.ckpt"]
+                ended += not crashed
+                again += crashed
+    assert ended > 10
+    assert again > 10
+    assert seen == ({"new", "newer"} if before is None else {"old", "new", "newer"})
+
+
+def save_for_ever(path: str) -> None:
+    step = 0
+    while True:
+        step += 1
+        Aside().save_checkpoint({"step": step, "x": torch.full((200_000,), float(step))}, path)
+
+
+@pytest.mark.timeout(120)
+def test_killed_processes_leave_a_complete_file(tmp_path: Path) -> None:
+    path, draw, before = tmp_path / "last.ckpt", random.Random(0), 0
+    context = multiprocessing.get_context("fork")
+    for _ in range(5):
+        process = context.Process(target=save_for_ever, args=(str(path),))
+        process.start()
+        while not path.exists():
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 0.2))
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        found = Aside().load_checkpoint(path, weights_only=True)
+        assert (found["x"] == found["step"]).all()
+        before += found["step"]
+    assert before > 5
+
+
+def test_addresses_are_left_to_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    for name in ("save_checkpoint", "load_checkpoint"):
+        monkeypatch.setattr(TorchCheckpointIO, name, lambda self, *args: seen.append(args))
+    Aside().save_checkpoint({}, "memory://a/b.ckpt")
+    Aside().load_checkpoint("memory://a/b.ckpt")
+    assert seen == [({}, "memory://a/b.ckpt", None), ("memory://a/b.ckpt",)]
