@@ -27,7 +27,7 @@ from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Visibility
 from lightning_cp.plan import Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
@@ -179,7 +179,7 @@ class ContextParallel:
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
         calls = self._last.log.seen if self._last is not None else {}
-        expected = tuple(calls) or ((True, None),)
+        expected = tuple(calls) or (Visibility(),)
         return Share(rules, self.rank, self.world, self._exchange(), expected)
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
@@ -307,7 +307,7 @@ class ContextParallel:
     def _work(self) -> Work:
         """What attention will cost: the most that a call of the last micro-step did, or causal."""
         seen = self._last.log.seen if self._last is not None else {}
-        found = [work_of(Mask(1, 1, causal, window=window)) for causal, window in seen]
+        found = [work_of(sees) for sees in seen]
         return max(found, key=lambda work: work.before(LONG, LONG), default=Causal())
 
     def _traits(self, module: torch.nn.Module | None) -> tuple[bool, bool]:

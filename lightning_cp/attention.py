@@ -5,6 +5,9 @@ its plan when it runs, so that one compiled graph serves every batch. A forward 
 of its plan as a 0-dim tensor; the backward gets it back as a saved tensor.
 """
 
+from collections.abc import Sequence as Several
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,8 +19,10 @@ from lightning_cp.exchange import executor
 from lightning_cp.kernels import resolve
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
+from lightning_cp.kernels.scores import PLAIN, Dropout, PerHead, Scores
+from lightning_cp.kernels.terms import sink_gradient
 from lightning_cp.layout import contiguous
-from lightning_cp.mask import Window, check_window
+from lightning_cp.mask import MaskMod, Visibility, Window
 
 
 def attend(
@@ -28,36 +33,57 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     window: Window | None = None,
+    chunk: int | None = None,
+    prefix: int | tuple[int, ...] | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    mask_mod: MaskMod | str | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Exact softmax attention over the whole sequence, of which every rank holds a part.
 
     Inside an active context each rank passes the queries, keys and values of its own tokens and
     gets the output of its own tokens; all ranks of the context-parallel group call together.
     Documents, padding and the layout come from the context. Outside a context it is attention over
-    the tensors as they are.
+    the tensors as they are. Scores are scaled, capped, and then biased; positions are global.
 
     Args:
         q: queries `[B, H, S_local, D]`; float64, float32, bfloat16 or float16.
         k: keys `[B, Hk, S_local, D]`, `H` a multiple of `Hk` (grouped-query attention).
         v: values `[B, Hk, S_local, Dv]`.
-        is_causal: hide keys after the query, by global position.
+        is_causal: hide keys after the query.
         scale: factor on the scores, `1 / sqrt(D)` where None.
         window: `(left, right)`, how many tokens before and after its own position a query sees,
-            by global position and within its document; None for no limit on a side or on both.
+            within its document; None for no limit on a side or on both.
+        chunk: size of chunks that do not see each other, from the first token of a row on.
+        prefix: how many positions at the start of each row, or of all, see each other anyway.
+        softcap: scores become `softcap * tanh(score / softcap)`.
+        sinks: `[H]`, scores of a key that every query sees, with a value of 0.
+        alibi_slopes: `[H]`, what a score loses with every position between query and key.
+        relative_bias: `[H, N]`, added by the distance from query to key; see `PerHead.table`.
+        mask_mod: `mask_mod(b, h, q, k)` hides keys, see `lightning_cp.mask.MaskMod`; or its name,
+            see `functional.register_mask_mod`. What it closes over must be alike on all ranks.
+        dropout_p: probability with which a weight is dropped; the others grow by `1 / (1 - p)`.
 
     Returns:
         Output `[B, H, S_local, Dv]` in the dtype of `q`; 0 where a query sees no key. Gradients
-        flow to q, k and v; a second derivative is refused.
+        flow to q, k, v, sinks, slopes and bias; a second derivative is refused.
 
     Raises:
-        BatchError: if the window is no pair of integers that are at least 0, or None.
-        RefusedError: if shapes do not fit, a size is no declared sequence's, or no kernel can
-            compute the call.
+        BatchError: if window, chunk or prefix is none; see `lightning_cp.mask.Visibility`.
+        RefusedError: if shapes or numbers do not fit, a size is no declared sequence's, or no
+            kernel can compute the call.
         PeerError: if another rank failed.
     """
+    sees = Visibility(is_causal, window, chunk, (prefix,) if isinstance(prefix, int) else prefix)
+    mod = mask_mod if isinstance(mask_mod, str | None) else SLOT.mask_mods.name(mask_mod)
+    terms = softcap or 0.0, sinks, alibi_slopes, relative_bias, mod, dropout_p, _seed(dropout_p)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    before, after = (-1 if side is None else side for side in check_window(window) or (None, None))
-    out: Tensor = torch.ops.lightning_cp.attention(q, k, v, is_causal, factor, before, after)[0]
+    out: Tensor = torch.ops.lightning_cp.attention(
+        q, k, v, is_causal, factor, *_limits(sees), *terms
+    )[0]
     return out
 
 
@@ -69,24 +95,38 @@ def forward_implementation(
     scale: float,
     before: int = -1,
     after: int = -1,
+    chunk: int = 0,
+    prefix: Several[int] | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    table: Tensor | None = None,
+    mask_mod: str | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What the operator runs; returns output, LSE and the handle of the plan.
 
-    `before` and `after` are the window, -1 for no limit.
+    `before` and `after` are the window, -1 for no limit; a `chunk` or `softcap` of 0 is none.
     """
+    learned = PerHead(sinks, slopes, table)
     _check(q, k, v)
+    _check_terms(q, learned, softcap, dropout_p)
     context = SLOT.current or _alone(q, k)
     SLOT.count_plain_attention()
-    kernel = resolve(context.kernel, q, v)
+    scores = _scores(context, q, learned, softcap, mask_mod, dropout_p, seed)
+    kernel = resolve(context.kernel, q, v, scores)
     window = None if before < 0 and after < 0 else (_limit(before), _limit(after))
+    sees = Visibility(is_causal, window, chunk or None, None if prefix is None else tuple(prefix))
     heads = (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
-    code = context.log.record(("attention", *heads, q.dtype, is_causal, scale, window))
+    terms = (softcap, *(None if x is None else x.shape[1:] for x in learned), mask_mod, dropout_p)
+    code = context.log.record(("attention", *heads, q.dtype, scale, sees, terms))
     if context.compare_calls:
-        _compare(context, code, q, k, is_causal, window)
+        _compare(context, code, q, k, sees, terms)
     context.log.attention += 1
     context.log.causal += is_causal
-    context.log.seen[is_causal, window] = None
-    handle = context.handle(q.shape[0], q.shape[2], k.shape[2], is_causal, window)
+    context.log.seen[sees] = None
+    handle = context.handle(q.shape[0], q.shape[2], k.shape[2], sees)
     plan = SLOT.bound(handle).plan
     context.log.ran[_ran(handle, q, k, v, backward=False)] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
@@ -106,17 +146,50 @@ def backward_implementation(
     lse: Tensor,
     handle: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the backward operator runs; returns dq, dk and dv."""
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    slopes: Tensor | None = None,
+    table: Tensor | None = None,
+    mask_mod: str | None = None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the backward operator runs.
+
+    Returns:
+        dq, dk and dv; then the gradients of sinks, slopes and table, empty where there are none.
+    """
     context, plan = SLOT.bound(int(handle))
     context.log.ran[_ran(int(handle), q, k, v, backward=True)] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
-    kernel, saved = resolve(context.kernel, q, v), Saved(q, out, lse, grad)
+    learned = PerHead(sinks, slopes, table)
+    scores = _scores(context, q, learned, softcap, mask_mod, dropout_p, seed)
+    kernel, saved = resolve(context.kernel, q, v, scores), Saved(q, out, lse, grad)
     link = _link(context)
-    grads = executor.run(executor.backward(plan, kernel, saved, k, v, scale=scale, link=link))
+    turns = executor.backward(plan, kernel, saved, k, v, scale=scale, link=link)
+    dq, dk, dv = executor.run(turns)
     if context.attended is not None:
         context.attended()
-    return grads
+    grads = scores.grads._replace(sinks=None if sinks is None else sink_gradient(saved, sinks))
+    dsinks, dslopes, dtable = (
+        q.new_empty(0) if x is None or found is None else found.to(x.dtype)
+        for x, found in zip(learned, grads, strict=True)
+    )
+    return dq, dk, dv, dsinks, dslopes, dtable
+
+
+def _limits(sees: Visibility) -> tuple[int, int, int, tuple[int, ...] | None]:
+    """A visibility in numbers, see `forward_implementation`."""
+    before, after = (-1 if side is None else side for side in sees.window or (None, None))
+    return before, after, sees.chunk or 0, sees.prefix
+
+
+def _seed(dropout_p: float) -> Tensor | None:
+    """One number from the default generator of the CPU, which is alike on peers."""
+    if not dropout_p:
+        return None
+    seed: Tensor = torch.ops.aten.randint.low(0, 2**62, [], dtype=torch.int64, device="cpu")
+    return seed
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -133,6 +206,54 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"attention takes q [B, H, S, D], k [B, Hk, S, D] and v [B, Hk, S, Dv] of one dtype "
             f"with H a multiple of Hk; got {shapes}"
         )
+
+
+def _check_terms(q: Tensor, learned: PerHead, softcap: float, dropout_p: float) -> None:
+    for name, x in (("sinks", learned.sinks), ("alibi_slopes", learned.slopes)):
+        if x is not None and (x.shape != q.shape[1:2] or not x.is_floating_point()):
+            raise RefusedError(
+                f"{name} must be a floating-point tensor [H] with one number for each of the "
+                f"{q.shape[1]} query heads; got {tuple(x.shape)} {x.dtype}"
+            )
+    table = learned.table
+    if table is not None and (
+        table.ndim != 2
+        or table.shape[0] != q.shape[1]
+        or table.shape[1] % 2 == 0
+        or not table.is_floating_point()
+    ):
+        raise RefusedError(
+            f"relative_bias must be a floating-point tensor [H, N] with a row for each of the "
+            f"{q.shape[1]} query heads and an odd number of distances, 0 in the middle; got "
+            f"{tuple(table.shape)} {table.dtype}"
+        )
+    if not softcap >= 0:
+        raise RefusedError(f"softcap={softcap} must be greater than 0, or None for no bound")
+    if not 0 <= dropout_p <= 1:
+        raise RefusedError(f"dropout_p={dropout_p} is no probability; pass 0 to 1")
+
+
+def _scores(
+    context: Context,
+    q: Tensor,
+    learned: PerHead,
+    softcap: float,
+    mask_mod: str | None,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Scores:
+    """What the call does to its scores; the same object for all calls that do nothing."""
+    if softcap == 0 and not any(x is not None for x in learned) and not (mask_mod or dropout_p):
+        return PLAIN
+    number = 0 if seed is None else int(seed)
+    dropout = Dropout(dropout_p, number * context.world + context.rank) if dropout_p else None
+    return Scores(
+        softcap=softcap or None,
+        per_head=learned,
+        mask_mod=None if mask_mod is None else SLOT.mask_mods.find(mask_mod),
+        dropout=dropout,
+        grads=learned._replace(sinks=None).zeros(state_dtype(q.dtype)),
+    )
 
 
 def _alone(q: Tensor, k: Tensor) -> Context:
@@ -167,13 +288,14 @@ def _limit(side: int) -> int | None:
 
 
 def _compare(
-    context: Context, code: int, q: Tensor, k: Tensor, is_causal: bool, window: Window | None
+    context: Context, code: int, q: Tensor, k: Tensor, sees: Visibility, terms: tuple[Any, ...]
 ) -> None:
     """Compare the call over the group before its first transfer."""
     call = f"attention call {context.log.attention}"
     details = (
         f"B={q.shape[0]} H={q.shape[1]} Hk={k.shape[1]} D={q.shape[3]} {q.dtype} "
-        f"is_causal={is_causal} window={window}"
+        f"is_causal={sees.is_causal} window={sees.window} chunk={sees.chunk} prefix={sees.prefix} "
+        f"softcap, sinks, slopes, table, mask_mod, dropout_p={terms}"
     )
     Digest({call: code}, {call: details}, context.meta).wait()
 
@@ -188,13 +310,7 @@ attention_backward = torch.library.custom_op(
 
 @attention.register_fake
 def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_causal: bool,
-    scale: float,
-    before: int = -1,
-    after: int = -1,
+    q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     return (
         executor.token_major(q, v.shape[-1], q.dtype),
@@ -205,25 +321,21 @@ def _(
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    handle: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
+) -> tuple[Tensor, ...]:
+    learned = (*options[5:8], None, None, None)[:3]  # defaults are left out
+    given = (q.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *given
 
 
 def _save(
     ctx: torch.autograd.function.FunctionCtx,
-    inputs: tuple[Tensor, Tensor, Tensor, bool, float, int, int],
+    inputs: tuple[Any, ...],
     output: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    q, k, v, _, ctx.scale, *_ = inputs  # type: ignore[attr-defined]
-    ctx.save_for_backward(q, k, v, *output)
+    q, k, v, _, scale, _, _, _, _, softcap, sinks, slopes, table, mask_mod, dropout_p, seed = inputs
+    ctx.numbers = scale, softcap, mask_mod, dropout_p  # type: ignore[attr-defined]
+    ctx.save_for_backward(q, k, v, *output, sinks, slopes, table, seed)
     ctx.set_materialize_grads(False)
 
 
@@ -231,10 +343,14 @@ def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
     if grad is None:
-        return (None,) * 7
-    saved = ctx.saved_tensors  # type: ignore[attr-defined]
-    dq, dk, dv = torch.ops.lightning_cp.attention_backward(grad, *saved, ctx.scale)  # type: ignore[attr-defined]
-    return dq, dk, dv, None, None, None, None
+        return (None,) * 16
+    *saved, sinks, slopes, table, seed = ctx.saved_tensors  # type: ignore[attr-defined]
+    scale, softcap, mask_mod, dropout_p = ctx.numbers  # type: ignore[attr-defined]
+    dq, dk, dv, *grads = torch.ops.lightning_cp.attention_backward(
+        grad, *saved, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed
+    )
+    given = (None if x is None else y for x, y in zip((sinks, slopes, table), grads, strict=True))
+    return dq, dk, dv, *(None,) * 7, *given, None, None, None
 
 
 attention.register_autograd(_differentiate, setup_context=_save)

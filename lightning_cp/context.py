@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from lightning_cp.compat import at_end_of_backward
-from lightning_cp.errors import RefusedError
+from lightning_cp.errors import BatchError, RefusedError
 from lightning_cp.layout import Layout
-from lightning_cp.mask import Documents, Mask, Window
+from lightning_cp.mask import Documents, Mask, MaskMods, Visibility
 from lightning_cp.plan import Plan, PlanKey, Schedule, build_plan
 from lightning_cp.spans import Span
 
@@ -64,11 +64,19 @@ class Sequence:
         return self.layout.positions(rank) < self.length
 
 
-def mask_of(q: Sequence, kv: Sequence, is_causal: bool, window: Window | None) -> Mask:
+def mask_of(q: Sequence, kv: Sequence, sees: Visibility) -> Mask:
     """Who sees whom in an attention call on two sequences, or on one with itself."""
-    isolated = q == kv and (is_causal or not q.as_transformers)
-    documents = q.documents if isolated else None
-    return Mask(q.length, kv.length, is_causal, documents, kv.keys, window)
+    isolated = q == kv and (sees.is_causal or not q.as_transformers)
+    return Mask(
+        q.length,
+        kv.length,
+        sees.is_causal,
+        q.documents if isolated else None,
+        kv.keys,
+        sees.window,
+        sees.chunk,
+        sees.prefix,
+    )
 
 
 class Ran(NamedTuple):
@@ -88,17 +96,17 @@ class Ran(NamedTuple):
 class CallLog:
     """What the swapped calls of one micro-step did: counts, and a hash that peers compare.
 
-    `seen` holds the causality and the window of the attention calls, in the order of the first
-    call of each; `ran` how often calls of every kind ran, recomputed ones included; `plans` what
-    their handles stand for. `built` plans were made in this process after the batch had arrived,
-    which with the layout, if that was made here, took `planning` seconds.
+    `seen` holds what the attention calls asked to see, in the order of the first call of each;
+    `ran` how often calls of every kind ran, recomputed ones included; `plans` what their handles
+    stand for. `built` plans were made in this process after the batch had arrived, which with the
+    layout, if that was made here, took `planning` seconds.
     """
 
     attention: int = 0
     causal: int = 0
     loss: int = 0
     digest: int = 0
-    seen: dict[tuple[bool, Window | None], None] = field(default_factory=dict)
+    seen: dict[Visibility, None] = field(default_factory=dict)
     ran: Counter[Ran] = field(default_factory=Counter)
     plans: dict[int, PlanKey] = field(default_factory=dict)
     built: int = 0
@@ -149,7 +157,7 @@ class Context:
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property
-    def _found(self) -> dict[tuple[int, int, int, bool, Window | None] | None, int]:
+    def _found(self) -> dict[tuple[int, int, int, Visibility] | None, int]:
         return {}
 
     def sequence_of(self, size: int) -> Sequence:
@@ -178,25 +186,24 @@ class Context:
             self._found[None] = SLOT.keep(self)
         return self._found[None]
 
-    def handle(
-        self,
-        batch: int,
-        q_size: int,
-        kv_size: int,
-        is_causal: bool,
-        window: Window | None = None,
-    ) -> int:
+    def handle(self, batch: int, q_size: int, kv_size: int, sees: Visibility) -> int:
         """Handle of the plan for a call with these rows, local sizes and visibility.
 
         Raises:
             RefusedError: if a size belongs to no declared sequence, or if rows are padded
                 differently and the call has other rows than the batch.
+            BatchError: if the call has other rows than prefixes.
         """
-        key = (batch, q_size, kv_size, is_causal, window)
+        key = (batch, q_size, kv_size, sees)
         if not SLOT.holds(self._found.get(key)):
             q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
-            mask = mask_of(q, kv, is_causal, window)
-            if mask.rows != (None,) and batch != kv.batch:
+            if sees.rows not in (None, batch):
+                raise BatchError(
+                    f"prefixes of {sees.rows} batch rows for an attention call on {batch} rows; "
+                    f"give one for every row of the call, or one that all rows share"
+                )
+            mask = mask_of(q, kv, sees)
+            if mask.rows != (None,) and batch != len(mask.rows):
                 raise RefusedError(
                     f"an attention call on {batch} rows, but the batch has {kv.batch} rows with "
                     f"padding or documents of their own; keep the rows of the batch in the call, "
@@ -230,12 +237,14 @@ class Slot:
         active: the context of the step that is running.
         suspended: how many `functional.local()` are open.
         plain_attention: attention calls that found no context, for those who compare.
+        mask_mods: functions that hide keys, by the names under which calls refer to them.
     """
 
     def __init__(self) -> None:
         self.active: Context | None = None
         self.suspended = 0
         self.plain_attention = 0
+        self.mask_mods = MaskMods()
         self._in_backward = False
         self._handles: OrderedDict[int, Bound] = OrderedDict()
         self._next = 0

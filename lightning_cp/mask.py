@@ -1,11 +1,12 @@
 """Who may attend to whom, in global positions: a union of full and causal rectangles."""
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
-from lightning_cp.errors import BatchError
+from lightning_cp.errors import BatchError, RefusedError
 from lightning_cp.spans import Span, Spans
 
 Edges = tuple[int, ...]
@@ -20,6 +21,66 @@ Window = tuple[int | None, int | None]
 
 Band = tuple[int, int]
 """Smallest and largest distance, both included, from a query to a key that it sees."""
+
+MaskMod = Callable[[Any, Any, Any, Any], Any]
+"""`mask_mod(b, h, q, k)`: whether query `q` of batch row `b` sees key `k` in head `h`.
+
+The arguments are integer tensors that broadcast against each other, `q` and `k` global positions;
+the result is a bool tensor of their common shape.
+"""
+
+ANONYMOUS = 64
+"""How many functions without a name of their own are remembered at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Visibility:
+    """What one attention call asks for, by global position; documents and padding are the batch's.
+
+    Args:
+        is_causal: hide keys after the query.
+        window: how many keys before and after its own position a query sees; None for no limit
+            on that side, or on either.
+        chunk: a query sees keys of its own chunk alone: of the positions `n * chunk` to
+            `(n + 1) * chunk`, counted from the first key of the row that is no padding.
+        prefix: how many positions at the start of a row see each other although `is_causal`: one
+            number for every batch row, or a single one for all.
+
+    Raises:
+        BatchError: if the window is no pair of integers of at least 0, or None; the chunk no
+            positive integer; the prefix no tuple of integers of at least 0, or without
+            `is_causal`.
+    """
+
+    is_causal: bool = True
+    window: Window | None = None
+    chunk: int | None = None
+    prefix: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        check_window(self.window)
+        if self.chunk is not None and not (_is_side(self.chunk) and self.chunk > 0):
+            raise BatchError(
+                f"chunk={self.chunk!r} must be a positive integer: how many positions see each "
+                f"other, or None for no chunks"
+            )
+        if self.prefix is None:
+            return
+        whole = isinstance(self.prefix, tuple) and None not in self.prefix
+        if not (self.prefix and whole and all(map(_is_side, self.prefix))):
+            raise BatchError(
+                f"prefix={self.prefix!r} must be a tuple of integers of at least 0: how many "
+                f"positions at the start of every batch row see each other"
+            )
+        if not self.is_causal:
+            raise BatchError(
+                "prefix has no effect without is_causal=True: all positions see each other then"
+            )
+
+    @property
+    def rows(self) -> int | None:
+        """Number of batch rows with a prefix of their own; None where all rows are alike."""
+        return len(self.prefix) if self.prefix and len(self.prefix) > 1 else None
 
 
 class Rect(NamedTuple):
@@ -37,8 +98,10 @@ class Mask:
 
     Query `i` of batch row `b` sees key `j` if all of these hold: `j <= i` where `is_causal`; both
     lie in the same document where `documents` is given; `j` lies in `keys[b]` where `keys` is
-    given; `i - left <= j <= i + right` where `window=(left, right)` is given. Positions at or past
-    `q_length` / `kv_length` are dummies: they see nothing and are seen by nobody.
+    given; `i - left <= j <= i + right` where `window=(left, right)` is given; both lie in the same
+    chunk where `chunk` is given. `prefix` lifts causality alone: where `i` and `j` are both less
+    than the prefix of row `b`. Positions at or past `q_length` / `kv_length` are dummies: they see
+    nothing and are seen by nobody.
 
     Args:
         q_length: number of real queries of the whole sequence.
@@ -48,13 +111,14 @@ class Mask:
             with one for every batch row; zero-length documents are skipped. Needs
             `q_length == kv_length`.
         keys: for every batch row the span of visible keys (left and right padding cut off).
-        window: how many keys before and after its own position a query sees; None for no limit
-            on that side, or on either.
+        window: see `Visibility`, as are the others.
+        chunk: size of a chunk.
+        prefix: positions at the start of every row, or of all.
 
     Raises:
-        BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, has another
-            number of rows than `keys`, a span of `keys` lies outside `0..kv_length`, or a side
-            of `window` is no integer of at least 0.
+        BatchError: if `documents` is not a non-decreasing tuple from 0 to the length, a span of
+            `keys` lies outside `0..kv_length`, `documents`, `keys` and `prefix` are for different
+            numbers of rows, or what the call asks for is refused by `Visibility`.
     """
 
     q_length: int
@@ -63,16 +127,23 @@ class Mask:
     documents: Documents | None = None
     keys: tuple[Span, ...] | None = None
     window: Window | None = None
+    chunk: int | None = None
+    prefix: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.documents is not None:
             for edges in rows_of(self.documents) or (self.edges(),):
                 self._check_documents(edges)
-        own = rows_of(self.documents)
-        if own and self.keys and len(own) != len(self.keys):
+        asked = Visibility(self.is_causal, self.window, self.chunk, self.prefix)
+        counts = {
+            "documents": len(rows_of(self.documents)),
+            "visible keys": len(self.keys or ()),
+            "prefixes": asked.rows or 0,
+        }
+        if len(set(counts.values()) - {0}) > 1:
             raise BatchError(
-                f"documents of {len(own)} batch rows and visible keys of {len(self.keys)}; give "
-                f"one tuple of document edges for every row, or one that all rows share"
+                f"{' and '.join(f'{name} of {rows}' for name, rows in counts.items() if rows)} "
+                f"batch rows; give one for every row, or one that all rows share"
             )
         for row, (start, stop) in enumerate(self.keys or ()):
             if not 0 <= start <= stop <= self.kv_length:
@@ -81,8 +152,6 @@ class Mask:
                     f"0..{self.kv_length}; give every row one (start, stop) with start <= stop "
                     f"inside the sequence, (0, 0) where all is padding"
                 )
-
-        check_window(self.window)
 
     def _check_documents(self, edges: Edges) -> None:
         rising = all(low <= high for low, high in pairwise(edges))
@@ -118,7 +187,7 @@ class Mask:
     @property
     def rows(self) -> tuple[int | None, ...]:
         """Batch rows with a visibility of their own; `(None,)` where all rows are alike."""
-        for own in (self.keys or (), rows_of(self.documents)):
+        for own in (self.keys or (), rows_of(self.documents), self.prefix or ()):
             if len(set(own)) > 1:
                 return tuple(range(len(own)))
         return (None,)
@@ -135,28 +204,47 @@ class Mask:
 
     def rects(self, row: int | None = None) -> tuple[Rect, ...]:
         """The visible rectangles of one of `rows`, sorted, with disjoint query spans."""
-        blocks: Spans = tuple(pairwise(self.edges(row)))
         first, last = (0, self.kv_length) if not self.keys else self.keys[row or 0]
+        prefix = self._prefix(row or 0)
         found: list[Rect] = []
-        for start, stop in blocks:
-            q = (start, min(stop, self.q_length))
+        for start, stop in self._blocks(row):
             k = (max(start, first), min(stop, last))
-            if self.is_causal:
-                q = (max(q[0], k[0]), q[1])
-                k = (k[0], min(k[1], q[1]))
-            if q[0] < q[1] and k[0] < k[1]:
-                found.extend(self._narrowed(q, k))
+            free = stop if not self.is_causal else min(max(start, prefix), stop)
+            for q, causal in (((start, free), False), ((free, stop), True)):
+                q = (q[0], min(q[1], self.q_length))
+                seen = (k[0], min(k[1], q[1])) if self.is_causal else k
+                if causal:
+                    q = (max(q[0], seen[0]), q[1])
+                if q[0] < q[1] and seen[0] < seen[1]:
+                    found.extend(self._narrowed(q, seen, causal))
         return tuple(found)
 
-    def _narrowed(self, q: Span, k: Span) -> tuple[Rect, ...]:
+    def _blocks(self, row: int | None) -> Spans:
+        """Spans of positions that may see each other: documents, cut into chunks."""
+        edges = self.edges(row)
+        if self.chunk is not None:
+            starts = range(self._origin(row or 0), edges[-1], self.chunk)
+            edges = tuple(sorted({*edges, *starts}))
+        return tuple(pairwise(edges))
+
+    def _origin(self, row: int) -> int:
+        """Where the chunks of a row are counted from."""
+        return self.keys[row][0] if self.keys else 0
+
+    def _prefix(self, row: int) -> int:
+        if self.prefix is None:
+            return 0
+        return self.prefix[row] if len(self.prefix) > 1 else self.prefix[0]
+
+    def _narrowed(self, q: Span, k: Span, causal: bool) -> tuple[Rect, ...]:
         """What of a rectangle the window leaves; nothing where it hides all."""
         if self.window is None:
-            return (Rect(q, k, self.is_causal),)
+            return (Rect(q, k, causal),)
         before, after = self.window
         low, high = k[0] - q[1] + 1, k[1] - 1 - q[0]  # the distances that there are
         first = low if before is None else max(low, -before)
         last = high if after is None else min(high, after)
-        last = min(last, 0) if self.is_causal else last
+        last = min(last, 0) if causal else last
         q = (max(q[0], k[0] - last), min(q[1], k[1] - first))
         k = (max(k[0], q[0] + first), min(k[1], q[1] + last))
         if q[0] >= q[1] or k[0] >= k[1]:
@@ -171,8 +259,12 @@ class Mask:
         """Whether query `q` of batch row `row` sees key `k`: the definition, element by element."""
         if not (0 <= q < self.q_length and 0 <= k < self.kv_length):
             return False
-        if self.is_causal and k > q:
+        if self.is_causal and k > q and k >= self._prefix(row):
             return False
+        if self.chunk is not None:
+            first = self._origin(row)
+            if (q - first) // self.chunk != (k - first) // self.chunk:
+                return False
         if self.keys and not self.keys[row][0] <= k < self.keys[row][1]:
             return False
         before, after = self.window or (None, None)
@@ -208,3 +300,58 @@ def check_window(window: Window | None) -> Window | None:
 
 def _is_side(side: object) -> bool:
     return side is None or (isinstance(side, int) and not isinstance(side, bool) and side >= 0)
+
+
+class MaskMods:
+    """Functions that hide keys, by name: a name can be part of a compiled graph.
+
+    [Note: names of mask functions] Names must be the same on peers, which compare them, and the
+    same for every run of a graph. A function that is passed as it is gets a name made of its own,
+    with a number where another function has it; of these the ones used last are kept.
+    """
+
+    def __init__(self) -> None:
+        self._declared: dict[str, MaskMod] = {}
+        self._passed: OrderedDict[str, MaskMod] = OrderedDict()
+
+    def declare(self, name: str, function: MaskMod) -> None:
+        """Give a function a name, for good.
+
+        Raises:
+            RefusedError: if another function has it.
+        """
+        if self._declared.setdefault(name, function) is not function:
+            raise RefusedError(
+                f"mask_mod {name!r} is the name of another function already; use another name"
+            )
+
+    def name(self, function: MaskMod) -> str:
+        """The name of a function."""
+        names = self._declared, self._passed
+        for name in (name for known in names for name, one in known.items() if one == function):
+            if name in self._passed:
+                self._passed.move_to_end(name)
+            return name
+        base = f"{function.__module__}.{getattr(function, '__qualname__', type(function).__name__)}"
+        number, name = 0, base
+        while name in self._declared or name in self._passed:
+            number, name = number + 1, f"{base}#{number + 1}"
+        self._passed[name] = function
+        while len(self._passed) > ANONYMOUS:
+            self._passed.popitem(last=False)
+        return name
+
+    def find(self, name: str) -> MaskMod:
+        """The function of a name.
+
+        Raises:
+            RefusedError: if there is none, or none any more.
+        """
+        known = self._declared.get(name) or self._passed.get(name)
+        if known is None:
+            raise RefusedError(
+                f"mask_mod {name!r} is no declared function, or one of more than {ANONYMOUS} that "
+                f"were passed without a name; give it one with "
+                f"lightning_cp.functional.register_mask_mod"
+            )
+        return known

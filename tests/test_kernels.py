@@ -278,7 +278,7 @@ def test_operator_passes_the_checks_of_torch(dtype: str) -> None:
         attention_backward, backward, test_utils=("test_schema", "test_faketensor")
     )
     grads = attention_backward(*backward)
-    assert [x.dtype for x in grads] == [DTYPES[dtype]] * 3
+    assert [x.dtype for x in grads] == [DTYPES[dtype]] * 6
 
 
 def test_fake_implementation_has_the_strides_of_the_real_one() -> None:

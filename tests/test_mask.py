@@ -135,7 +135,7 @@ def test_rows_are_told_apart_where_their_documents_differ(
 
 
 def test_documents_and_keys_of_other_numbers_of_rows_are_refused() -> None:
-    with pytest.raises(BatchError, match=r"documents of 2 batch rows and visible keys of 3"):
+    with pytest.raises(BatchError, match=r"documents of 2 and visible keys of 3"):
         Mask(4, 4, documents=((0, 4), (0, 2, 4)), keys=((0, 4),) * 3)
     with pytest.raises(BatchError, match=r"edges \(0, 3\) must rise from 0 to .* length 4"):
         Mask(4, 4, documents=((0, 4), (0, 3)))

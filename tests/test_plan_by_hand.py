@@ -49,7 +49,7 @@ def test_local_documents_need_no_transfer() -> None:
     layout = contiguous(12, 3)
     for plan in Case(Mask.packed([0, 4, 8, 12]), layout, layout).plans("ring"):
         assert plan.rounds == (
-            Round(4, tiles=(Tile((0, 4), (0, 4), True),)),
+            Round(4, tiles=(Tile((0, 4), (0, 4), True),), keys=layout.spans[plan.rank]),
             Round(0),
             Round(0, relay=True),
         )
@@ -145,7 +145,7 @@ def test_equal_arguments_give_the_same_frozen_plan() -> None:
 def test_one_rank_has_one_round(exchange: str, name: str) -> None:
     layout = LAYOUTS[name](7, 1)
     plan = build_plan(layout, layout, Mask.causal(7), rank=0, exchange=exchange)
-    assert plan.rounds == (Round(7, tiles=(Tile((0, 7), (0, 7), True),)),)
+    assert plan.rounds == (Round(7, tiles=(Tile((0, 7), (0, 7), True),), keys=((0, 7),)),)
     assert plan.traffic(kv_heads=1, head_dim=1, itemsize=2) == (0, 0, 0, 0)
 
 

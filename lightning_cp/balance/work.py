@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Protocol
 
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Mask, Visibility
 
 
 class Work(Protocol):
@@ -80,9 +80,15 @@ class Banded:
         return start - _least(start, self.left), stop + _least(length - stop, self.right)
 
 
-def work_of(mask: Mask) -> Work:
-    """The work function of a mask: of its causality and window, within one document."""
+def work_of(mask: Mask | Visibility) -> Work:
+    """The work function of a mask: of its causality and window, within one document.
+
+    A chunk counts as a window of its size, which is the most that a query of it sees; a prefix
+    does not count.
+    """
     left, right = mask.window or (None, None)
+    if mask.chunk is not None:
+        left, right = (_least(mask.chunk - 1, side) for side in (left, right))
     if mask.is_causal:
         return Causal() if left is None else Banded(left, 0)
     return Banded(left, right)

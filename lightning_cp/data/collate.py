@@ -14,7 +14,7 @@ from lightning_cp.data.containers import items, rebuilt
 from lightning_cp.data.content import content_code, shapes_of
 from lightning_cp.data.cut import Cut, Rules, cut
 from lightning_cp.errors import BatchError
-from lightning_cp.mask import Window
+from lightning_cp.mask import Visibility
 from lightning_cp.plan import Plan, PlanKey, Schedule
 
 
@@ -26,14 +26,14 @@ class Share(NamedTuple):
         rank: rank within the context-parallel group.
         world: size of the group.
         exchange: name of the schedule, or one with options.
-        calls: causality and window of the attention calls that are expected.
+        calls: what the attention calls that are expected ask to see.
     """
 
     rules: Rules
     rank: int
     world: int
     exchange: str | Schedule = "direct"
-    calls: tuple[tuple[bool, Window | None], ...] = ((True, None),)
+    calls: tuple[Visibility, ...] = (Visibility(),)
 
 
 class Sharing(Protocol):
@@ -168,7 +168,7 @@ def planned(sequence: Sequence, share: Share) -> dict[PlanKey, Plan]:
         share: how the batch was cut, and which calls are expected.
     """
     layout = sequence.layout
-    masks = [mask_of(sequence, sequence, *call) for call in share.calls]
+    masks = [mask_of(sequence, sequence, call) for call in share.calls]
     keys = [PlanKey(layout, layout, mask, share.rank, share.exchange) for mask in masks]
     return {key: key.build() for key in keys}
 

@@ -54,7 +54,7 @@ def forward(
 
     Args:
         plan: this rank's plan.
-        kernel: what computes tiles.
+        kernel: what computes tiles, with the scores of the call.
         q: local queries `[B, H, S, D]`.
         k: local keys `[B, Hk, Sk, D]`.
         v: local values `[B, Hk, Sk, Dv]`.
@@ -85,9 +85,11 @@ def forward(
                 yield
                 buffer = fetch.wait()
                 fetch.post(buffer)
-            _attend(kernel, step.tiles, queries, buffer, running, scale=scale, probe=probe)
+            made = kernel.part(heads.q, plan.queries, step.keys)
+            _attend(made, step.tiles, queries, buffer, running, scale=scale, probe=probe)
         del buffer
         running.finish()
+        running.sink(kernel.scores.per_head.of(heads.q).sinks)
         with probe("copy"):
             _round_into(results, (running.out, running.lse))
         del running
@@ -130,7 +132,7 @@ def backward(
 
     Args:
         plan: the plan of the forward.
-        kernel: what computes tiles.
+        kernel: what computes tiles; it also adds to the gradients of its scores.
         saved: local queries with the results of the forward and the gradient of the output.
         k: local keys.
         v: local values.
@@ -153,15 +155,16 @@ def backward(
         rows = Saved(*(x[:, heads.q] for x in saved))
         for index, step in enumerate(plan.rounds):
             buffer = here  # gives up the buffer of the round before
+            made = kernel.part(heads.q, plan.queries, step.keys)
             if not index:
-                _differentiate(kernel, step.tiles, rows, buffer, group, group.own, scale)
+                _differentiate(made, step.tiles, rows, buffer, group, group.own, scale)
                 continue
             yield
             buffer = fetch.wait()
             fetch.post(buffer)
             received = empty_pair(buffer, step.size, state_dtype(k.dtype))
             sums = RunningSum(received.k), RunningSum(received.v)
-            _differentiate(kernel, step.tiles, rows, buffer, group, sums, scale)
+            _differentiate(made, step.tiles, rows, buffer, group, sums, scale)
             yield from _settle(home)
             last = index + 1 == len(plan.rounds)
             home = _Home(Homing(step, received, group.own, link, probe), group if last else None)

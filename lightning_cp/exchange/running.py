@@ -3,6 +3,7 @@
 Legend: B batch, H heads, S local rows, D head size.
 """
 
+import torch
 from torch import Tensor
 
 from lightning_cp.kernels.base import Part, cut
@@ -52,6 +53,15 @@ class RunningAttention:
     def finish(self) -> None:
         """Rows that saw no key have output 0 and LSE -inf."""
         self._clear(self._rows.missing())
+
+    def sink(self, sinks: Tensor | None) -> None:
+        """Let every row also see a key with a score of its head, `[H]`, and a value of 0."""
+        if sinks is None:
+            return
+        score = sinks.to(self.lse.dtype)[:, None]
+        blind = self.lse == float("-inf")
+        self.out.mul_((self.lse - score).sigmoid_().masked_fill_(blind, 0).unsqueeze(-1))
+        torch.logaddexp(self.lse, score.expand_as(self.lse), out=self.lse)
 
     def _clear(self, spans: Spans) -> None:
         for span in spans:

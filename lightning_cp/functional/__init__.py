@@ -22,6 +22,7 @@ from lightning_cp.functional.operators import lowest as _lowest
 from lightning_cp.functional.weights import aligned as _aligned
 from lightning_cp.functional.weights import axis as _axis
 from lightning_cp.functional.weights import weighed as _weighed
+from lightning_cp.mask import MaskMod
 
 __all__ = [
     "cumsum",
@@ -29,6 +30,7 @@ __all__ = [
     "global_softmax",
     "local",
     "positions",
+    "register_mask_mod",
     "scatter_sequence",
     "sequence_max",
     "sequence_mean",
@@ -47,6 +49,22 @@ def local() -> Iterator[None]:
     """
     with SLOT.suspend():
         yield
+
+
+def register_mask_mod(name: str, function: MaskMod) -> None:
+    """Give a function that hides keys a name, by which `attend(mask_mod=name)` finds it.
+
+    Compiled code needs names; a function that is passed as it is gets one of its own. Every rank
+    registers, in any order.
+
+    Args:
+        name: for good, in this process.
+        function: see `lightning_cp.mask.MaskMod`.
+
+    Raises:
+        RefusedError: if the name is that of another function.
+    """
+    SLOT.mask_mods.declare(name, function)
 
 
 def positions(size: int, *, device: torch.device | str | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from lightning_cp.kernels.base import Kernel
 from lightning_cp.kernels.flash import Flash
 from lightning_cp.kernels.fused import Cudnn, Efficient
 from lightning_cp.kernels.reference import Reference
+from lightning_cp.kernels.scores import PLAIN, Scores
 from lightning_cp.kernels.sdpa import Sdpa
 
 KERNELS: dict[str, Kernel] = {
@@ -29,19 +30,24 @@ in float."""
 __all__ = ["FAMILY", "KERNELS", "Kernel", "resolve"]
 
 
-def resolve(name: str, q: Tensor, v: Tensor) -> Kernel:
-    """The kernel for a call: the named one; of "auto" and "sdpa" the first fused one that fits.
+def resolve(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Kernel:
+    """The kernel for a call, made for its scores.
+
+    The named one; of "auto" and "sdpa" the first fused one that fits, and where the scores have
+    terms that none of these computes, the reference.
 
     Raises:
         RefusedError: if the named kernel, or every fast kernel, lacks a capability.
     """
     reasons = []
-    for candidate in FAMILY if name in ("auto", "sdpa") else (name,):
-        reason = KERNELS[candidate].rejects(q, v)
+    candidates = FAMILY if name in ("auto", "sdpa") else (name,)
+    for candidate in (*candidates, "reference") if scores.terms and name == "auto" else candidates:
+        kernel = KERNELS[candidate]
+        reason = kernel.rejects(q, v) or kernel.lacks(scores)
         if reason is None:
-            return KERNELS[candidate]
+            return kernel.bound(scores)
         reasons.append(f"the {candidate} kernel {reason}")
     raise RefusedError(
         f"attention_backend={name!r}: {'; '.join(reasons)}; attention_backend='reference' computes "
-        f"anything, with memory quadratic in the length"
+        f"anything, slowly"
     )

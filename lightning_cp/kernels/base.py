@@ -2,12 +2,16 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from copy import copy
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
 
+from lightning_cp.kernels.scores import PLAIN, Scores
 from lightning_cp.plan import Tile
-from lightning_cp.spans import Span
+from lightning_cp.spans import Span, Spans
+
+K = TypeVar("K", bound="Kernel")
 
 
 class Saved(NamedTuple):
@@ -46,11 +50,38 @@ class Gradients(NamedTuple):
 
 
 class Kernel(ABC):
-    """Attention over tiles of one buffer: plain device code, no ranks, no global positions."""
+    """Attention over tiles of one buffer: plain device code, no ranks.
+
+    Attributes:
+        supports: names of the terms of scores that it computes, see `Scores.terms`.
+        scores: those of the call that it was made for; only then it knows global positions.
+    """
+
+    supports: frozenset[str] = frozenset()
+    scores: Scores = PLAIN
 
     @abstractmethod
     def rejects(self, q: Tensor, v: Tensor) -> str | None:
         """Why these tensors are not supported (a verb phrase), or None."""
+
+    def lacks(self, scores: Scores) -> str | None:
+        """Which terms of scores it does not compute (a verb phrase), or None."""
+        missing = sorted(scores.terms - self.supports)
+        return f"computes no {', no '.join(missing)}" if missing else None
+
+    def bound(self: K, scores: Scores) -> K:
+        """This kernel, made for the scores of a call."""
+        if scores is self.scores:
+            return self
+        made = copy(self)
+        made.scores = scores
+        return made
+
+    def part(self: K, heads: slice, queries: Spans, keys: Spans) -> K:
+        """This kernel for some of the query heads of its call, and rows of these positions."""
+        if self.scores is PLAIN:
+            return self
+        return self.bound(self.scores.of(heads).at(queries, keys))
 
     @abstractmethod
     def forward(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_cp.plan.memory import Memory, Sizes, backward_peak, forward_peak, state_size
 from lightning_cp.plan.rounds import Round
+from lightning_cp.spans import Spans
 
 
 class Traffic(NamedTuple):
@@ -28,6 +29,7 @@ class Plan:
         rounds: round 0 works on the own shard; the others on received keys and values.
         head_chunks: all rounds are run for one group of heads after the other, as many groups as
             this, or as there are key heads.
+        queries: global positions of the local queries, in order.
     """
 
     rank: int
@@ -37,6 +39,7 @@ class Plan:
     kv_size: int
     rounds: tuple[Round, ...]
     head_chunks: int = 1
+    queries: Spans = ()
 
     def work(self, batch: int = 1) -> int:
         """Score elements per head that this rank computes for `batch` rows."""

@@ -111,11 +111,12 @@ class _Builder:
         self.rank, self.world, self.schedule = rank, q_layout.world, schedule
         self.kv_size, self.q_size = kv_layout.size(rank), q_layout.size(rank)
         self.q_pieces, self.own = q_layout.pieces(rank), kv_layout.pieces(rank)
+        self.held = q_layout.spans[rank], kv_layout.spans[rank]
         self.rects = {row: mask.rects(row) for row in mask.rows}
         self.demand = demand_of(q_layout, kv_layout, mask)
 
     def plan(self) -> Plan:
-        rounds = [Round(self.kv_size, tiles=self._tiles(self.own))]
+        rounds = [Round(self.kv_size, tiles=self._tiles(self.own), keys=self.held[1])]
         before = self.own
         for step, distances in enumerate(self.schedule.rounds(self.demand), 1):
             buffer = self._buffer(distances)
@@ -129,6 +130,7 @@ class _Builder:
             self.kv_size,
             tuple(rounds),
             self.schedule.head_chunks,
+            self.held[0],
         )
 
     def _buffer(self, distances: Distances) -> tuple[Piece, ...]:
@@ -159,6 +161,7 @@ class _Builder:
                 Transfer(reader, rows(self.own, self.demand.wanted(self.rank, reader)))
                 for reader in ((self.rank + distance) % self.world for distance in distances)
             ),
+            keys=tuple((piece.start, piece.stop) for piece in buffer),
         )
 
     def _sends(self, distances: Distances, source: tuple[Piece, ...]) -> Iterator[Transfer]:

@@ -102,6 +102,7 @@ class Round:
         tiles: scores to compute on this buffer.
         returns: backward, rows of this buffer whose gradient goes to the peer that owns them.
         collects: backward, rows of the own shard whose gradient arrives from a peer.
+        keys: global positions of the rows of the buffer, in order.
     """
 
     size: int
@@ -111,3 +112,4 @@ class Round:
     tiles: tuple[Tile, ...] = ()
     returns: tuple[Transfer, ...] = ()
     collects: tuple[Transfer, ...] = ()
+    keys: Spans = ()

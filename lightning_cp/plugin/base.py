@@ -72,7 +72,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
             fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
-            of these two or "cudnn" by name, "reference" (plain maths, quadratic memory), or
+            of these two or "cudnn" by name, "reference" (plain maths, slow), or
             "auto": sdpa.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to

@@ -17,6 +17,9 @@ MAX_PARAMETERS = 8
 # Functions with more parameters, each with its reason.
 MANY_PARAMETERS = {
     "ContextParallelBase.__init__",  # the user's options: all of them keyword-only and optional
+    "attend",  # what one call may ask for: as well
+    "forward_implementation",  # an operator's schema: plain tensors, numbers and names
+    "backward_implementation",
 }
 # fsdp is nothing but a use of torch.distributed.fsdp.
 MAY_USE_DISTRIBUTED = (
