@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=sorted(SCHEDULES),
         default=argparse.SUPPRESS,
-        help="how keys and values travel; may be given again (default: each)",
+        help="how keys and values travel; may be given again (default: each that the heads allow)",
     )
     _add_special_options(parser)
 
@@ -114,7 +114,8 @@ def checked(args: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: if an option cannot work, or matplotlib is missing for a picture.
     """
-    exchanges = getattr(args, "exchange", list(SCHEDULES))
+    allowed = [name for name, make in SCHEDULES.items() if make().block(args.world) <= args.heads]
+    exchanges = getattr(args, "exchange", allowed)
     settings = Settings(
         world=args.world,
         seqlen=args.seqlen,
