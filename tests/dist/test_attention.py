@@ -123,7 +123,7 @@ def test_cells_cover_every_pair_of_choices() -> None:
     assert not all_pairs() - {pair for cell in default for pair in pairs_of(vars(cell))}
     assert not triples() - {tuple(vars(cell)[name] for name in TRIPLES) for cell in default}
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == EVERYTHING
-    assert set(AXES["exchange"]) == {"ring", "direct", "allgather"}
+    assert set(AXES["exchange"]) == {"ring", "direct", "allgather", "ulysses", "hybrid"}
 
 
 def run_traffic(rank: int, world: int, cells: list[Cell]) -> list[tuple[Traffic, list[int]]]:
@@ -141,7 +141,11 @@ def run_traffic(rank: int, world: int, cells: list[Cell]) -> list[tuple[Traffic,
                 torch.autograd.grad(out, (q, k, v), grad)
         assert isinstance(plan, Plan)
         said = plan.traffic(
-            kv_heads=k.shape[1], head_dim=k.shape[3], itemsize=k.itemsize, batch=k.shape[0]
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=k.shape[3],
+            itemsize=k.itemsize,
+            batch=k.shape[0],
         )
         counted = [log.total(name) for log in (forward, backward) for name in ("send", "recv_")]
         assert {call.name for log in (forward, backward) for call in log.calls} <= {"send", "recv_"}

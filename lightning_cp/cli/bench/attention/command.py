@@ -114,8 +114,7 @@ def checked(args: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: if an option cannot work, or matplotlib is missing for a picture.
     """
-    allowed = [name for name, make in SCHEDULES.items() if make().block(args.world) <= args.heads]
-    exchanges = getattr(args, "exchange", allowed)
+    exchanges = getattr(args, "exchange", _allowed(args.world, args.heads))
     settings = Settings(
         world=args.world,
         seqlen=args.seqlen,
@@ -134,6 +133,11 @@ def checked(args: argparse.Namespace) -> Settings:
     )
     check_outputs(args, PICTURE)
     return settings
+
+
+def _allowed(world: int, heads: int) -> list[str]:
+    """Every exchange that has a head for each rank that swaps them."""
+    return [name for name, make in SCHEDULES.items() if make().block(max(world, 1)) <= heads]
 
 
 def _lengths(text: str) -> tuple[int, ...]:
