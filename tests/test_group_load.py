@@ -25,7 +25,7 @@ def test_work_and_bytes_are_those_of_the_plans(exchange, case):
     load, plans, rows = group_load(key_of(case, exchange)), case.plans(exchange), case.shape[0]
     for itemsize in (2, 8):
         found = [plan.traffic(itemsize=itemsize, batch=rows, **SIZES) for plan in plans]
-        sizes = Sizes(batch=rows, itemsize=itemsize, **SIZES)
+        sizes = Sizes(batch=rows, itemsize=itemsize, state=8, **SIZES)
         assert load.work(sizes) == tuple(
             plan.work(rows) * plan.own_heads(9, 3)[0] for plan in plans
         )
@@ -37,7 +37,7 @@ def test_work_and_bytes_are_those_of_the_plans(exchange, case):
 def test_a_call_by_hand():
     """Rank 0 holds 3 of 5 tokens; rank 1 needs all of them."""
     load = group_load(PlanKey(contiguous(5, 2), contiguous(5, 2), Mask.causal(5), 0, "direct"))
-    sizes = Sizes(2, 1, 1, 2, 3, 2)
+    sizes = Sizes(2, 1, 1, 2, 3, 2, 4)
     assert load.work(sizes) == (2 * (1 + 2 + 3), 2 * (4 + 5))
     assert load.received == load.returned == (0, 3)
     assert load.bytes(sizes, backward=False) == 3 * 10 * 2

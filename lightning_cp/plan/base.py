@@ -88,18 +88,11 @@ class Plan:
             heads: query heads, `kv_heads` where not given; they count where heads are swapped for
                 tokens.
         """
-        sizes = Sizes(
-            batch,
-            kv_heads if heads is None else heads,
-            kv_heads,
-            head_dim,
-            head_dim if value_dim is None else value_dim,
-            itemsize,
-        )
+        sizes = self._sizes(batch, heads or kv_heads, kv_heads, head_dim, value_dim, itemsize)
         row = batch * self.own_heads(sizes.heads, kv_heads)[1] * (head_dim + sizes.value_dim)
         sent = row * itemsize * sum(t.size for step in self.rounds for t in step.sends)
         received = row * itemsize * sum(t.size for step in self.rounds for t in step.receives)
-        grad = row * (itemsize if self.half_grads else sizes.state)
+        grad = row * (itemsize if self.half_grads else sizes.wire)
         returned = grad * sum(t.size for step in self.rounds for t in step.returns)
         collected = grad * sum(t.size for step in self.rounds for t in step.collects)
         (out, into), (out_again, into_again) = self._swapped(sizes)
@@ -109,6 +102,19 @@ class Plan:
             sent + returned + out_again,
             received + collected + into_again,
         )
+
+    def _sizes(
+        self,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None,
+        itemsize: int,
+    ) -> Sizes:
+        value = head_dim if value_dim is None else value_dim
+        state = state_size(itemsize, len(self.rounds))
+        return Sizes(batch, heads, kv_heads, head_dim, value, itemsize, state)
 
     def _swapped(self, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
         """Bytes that swaps send and receive, in a forward and in a backward."""
@@ -146,20 +152,12 @@ class Plan:
             value_dim: size of a value, `head_dim` where not given.
             batch: rows of the batch.
         """
-        sizes = Sizes(
-            batch,
-            heads,
-            heads if kv_heads is None else kv_heads,
-            head_dim,
-            head_dim if value_dim is None else value_dim,
-            itemsize,
-            state_size(itemsize, len(self.rounds)),
-        )
+        sizes = self._sizes(batch, heads, kv_heads or heads, head_dim, value_dim, itemsize)
         if self.switch is not None:
             found = SwitchMemory(self.switch, self.rounds, self.head_chunks, self.half_grads, sizes)
             return Memory(found.forward(), found.backward())
         groups = sizes.groups(self.head_chunks if len(self.rounds) > 1 else 1)
-        wire = itemsize if self.half_grads else sizes.state
+        wire = itemsize if self.half_grads else sizes.wire
         return Memory(
             forward_peak(self.rounds, groups, self.q_size, sizes),
             backward_peak(self.rounds, groups, (self.q_size, self.kv_size), sizes, wire=wire),

@@ -49,7 +49,7 @@ class GroupLoad(NamedTuple):
             shares = self.switches[0].shares(sizes.heads, kv_heads)
             kv_heads = sum(share.counts[1] for share in shares)
         row = sizes.batch * kv_heads * (sizes.head_dim + sizes.value_dim)
-        wire = sizes.itemsize if self.half_grads else sizes.state
+        wire = sizes.itemsize if self.half_grads else sizes.wire
         grads = wire * sum(self.returned) if backward else 0
         between = row * (sizes.itemsize * sum(self.received) + grads)
         return between + sum(self._swapped(switch, sizes, backward) for switch in self.switches)

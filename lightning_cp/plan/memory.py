@@ -107,16 +107,15 @@ def backward_peak(
     """The most bytes at a time in a backward; `shards` are local queries and keys.
 
     An element of a gradient that travels has `wire` bytes. With `wide` the results of keys and
-    values are the running sums.
+    values are at least float.
     """
     q_size, kv_size = shards
-    own = sizes.state if wide else sizes.itemsize
+    own = sizes.wire if wide else sizes.itemsize
     results = q_size * sizes.query * sizes.itemsize + kv_size * sizes.pair * own
     peak, homing, unfinished = 0, 0, 0
     for index, group in enumerate(groups):
-        widened = group.state != group.itemsize
-        rows = q_size * group.query + (0 if wide else kv_size * group.pair)
-        running = rows * group.state * widened
+        running = q_size * group.query * group.state * (group.state != group.itemsize)
+        running += kv_size * group.pair * group.state * (group.state != own)
         for at, step in enumerate(rounds):
             fixed = results + running + unfinished
             buffer = _buffer(step, group, first=not at)

@@ -104,10 +104,10 @@ class Switch:
     def rows(self, sizes: Sizes, *, half_grads: bool) -> Rows:
         """Bytes of a row of what is swapped in a call; see `wide_grads`."""
         query, item = sizes.batch * sizes.head_dim * sizes.itemsize, sizes.itemsize
-        out, lse = sizes.batch * sizes.value_dim * item, sizes.batch * sizes.state
+        out, lse = sizes.batch * sizes.value_dim * item, sizes.batch * sizes.wire
         key = query + out
         wide = self.wide_grads(sizes.heads, sizes.kv_heads, half_grads=half_grads)
-        grads = key // item * sizes.state if wide else key
+        grads = key // item * sizes.wire if wide else key
         return Rows(Row(query, key), Row(out + lse), Row(2 * out + lse), Row(query, grads))
 
     def wide_grads(self, heads: int, kv_heads: int, *, half_grads: bool) -> bool:

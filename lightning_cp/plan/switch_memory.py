@@ -46,9 +46,9 @@ class SwitchMemory(NamedTuple):
         inputs = Row(rows.inputs.q + rows.saved.q, rows.inputs.kv)
         shared = self.switch.shared(sizes.heads, sizes.kv_heads)
         key = sizes.batch * (sizes.head_dim + sizes.value_dim)
-        held = Row(rows.grads.q, key * (sizes.state if shared else sizes.itemsize))
+        held = Row(rows.grads.q, key * (sizes.wire if shared else sizes.itemsize))
         results = self._results(Row(held.q * sizes.heads, held.kv * sizes.kv_heads))
-        wire = sizes.itemsize if self.half_grads else sizes.state
+        wire = sizes.itemsize if self.half_grads else sizes.wire
         peak, home, portions = results, 0, self._portions()
         for at, own in enumerate(portions):
             block = self.switch.whole(own, inputs)

@@ -77,9 +77,8 @@ def _kv_bytes(context: Context) -> int:
 
 
 def _sizes(call: Ran) -> Sizes:
-    return Sizes(
-        call.batch, call.heads, call.kv_heads, call.head_dim, call.value_dim, call.itemsize
-    )
+    heads, dims = (call.heads, call.kv_heads), (call.head_dim, call.value_dim)
+    return Sizes(call.batch, *heads, *dims, call.itemsize, max(call.itemsize, 4))
 
 
 def _unevenness(loads: Sequence[Sequence[int]]) -> float:
