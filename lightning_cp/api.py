@@ -28,7 +28,7 @@ from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
 from lightning_cp.mask import Visibility
-from lightning_cp.plan import Schedule, schedule_of
+from lightning_cp.plan import Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
 from lightning_cp.swap.huggingface import HuggingFace, makes_positions, pretrained
@@ -93,9 +93,7 @@ class ContextParallel:
     ) -> None:
         self.config = config or Config()
         self.rank, self.world = rank, world
-        if isinstance(self.config.layout, Balanced):
-            self.config.layout.shares(world)
-        schedule_of(self._exchange()).block(world)
+        self.config.check(world)
         self.group, self.meta, self.a2a = group, meta, a2a
         self._installation = Installation((device_type,))
         self._huggingface = HuggingFace()

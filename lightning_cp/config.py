@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_cp.balance import Balanced
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan import AllGather, Direct, Exchange, Hybrid, Ring, Ulysses
+from lightning_cp.plan import AllGather, Direct, Exchange, Hybrid, Ring, Ulysses, schedule_of
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
@@ -124,6 +124,18 @@ class Config:
                 f"sequence_dims={dims!r} must map field names to a dimension, or to None for a "
                 f"field that passes through, for example {{'tokens': 1}}"
             )
+
+    def check(self, world: int) -> None:
+        """Refuse a layout or an exchange for another number of ranks than `world`.
+
+        Raises:
+            ConfigError: if speeds of ranks are not as many, or blocks of ranks do not make up the
+                group.
+        """
+        if isinstance(self.layout, Balanced):
+            self.layout.shares(world)
+        if self.exchange != "auto":
+            schedule_of(self.exchange).block(world)
 
 
 def _is_integer(value: Any) -> bool:

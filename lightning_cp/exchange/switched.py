@@ -55,8 +55,7 @@ def forward(
         link: what carries the messages; every rank of the group calls.
         probe: is told of the phases.
     """
-    switch, portions = _portions(plan, inputs[0], inputs[1])
-    ratio = inputs[0].shape[1] // inputs[1].shape[1]
+    switch, portions, ratio = _portions(plan, inputs[0], inputs[1])
     out, lse = results
     sides = [Side(inputs[0]), Side(inputs[1], True), Side(inputs[2], True)]
     targets = [Side(lse), Side(out)]
@@ -101,15 +100,13 @@ def backward(
         dq, dk, dv in the shapes and dtypes of q, k and v.
     """
     saved, k, v = inputs
-    switch, portions = _portions(plan, saved.q, k)
-    ratio = saved.q.shape[1] // k.shape[1]
+    switch, portions, ratio = _portions(plan, saved.q, k)
     shared = switch.shared(saved.q.shape[1], k.shape[1])
     dtype = state_dtype(k.dtype) if shared else k.dtype
-    dq = torch.empty_like(saved.q)
     make = torch.zeros_like if shared else torch.empty_like
-    dk, dv = (make(x, dtype=dtype) for x in (k, v))
-    sides = [Side(saved.lse), Side(saved.q), Side(saved.out), Side(saved.grad_out)]
-    sides += [Side(k, True), Side(v, True)]
+    dq, dk, dv = torch.empty_like(saved.q), *(make(x, dtype=dtype) for x in (k, v))
+    first = (saved.lse, saved.q, saved.out, saved.grad_out)
+    sides = [*map(Side, first), Side(k, True), Side(v, True)]
     targets = [Side(dk, True), Side(dv, True), Side(dq)]
     coming = Fetching(switch, sides, portions[0], link, probe)
     home: Returning | None = None
@@ -144,7 +141,10 @@ def backward(
         return dq, dk.to(k.dtype), dv.to(k.dtype)
 
 
-def _portions(plan: Plan, q: Tensor, k: Tensor) -> tuple[Switch, tuple[tuple[Heads, ...], ...]]:
-    switch = plan.switch
+def _portions(
+    plan: Plan, q: Tensor, k: Tensor
+) -> tuple[Switch, tuple[tuple[Heads, ...], ...], int]:
+    """The switch, heads by portion and member, and query heads for a key head."""
+    switch, heads, kv_heads = plan.switch, q.shape[1], k.shape[1]
     assert switch is not None  # invariant: the caller asked
-    return switch, switch.portions(q.shape[1], k.shape[1], plan.head_chunks)
+    return switch, switch.portions(heads, kv_heads, plan.head_chunks), heads // kv_heads
