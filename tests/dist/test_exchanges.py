@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_cp import attend
 from lightning_cp.attention import attention
@@ -15,6 +16,7 @@ from lightning_cp.context import SLOT
 from lightning_cp.diagnostics.trace import CollectiveRecorder
 from lightning_cp.plan import AllGather, Direct, Hybrid, Ring, Ulysses
 from tests._harness import oracle
+from tests._harness.cases import Cell
 from tests._harness.pool import Pool
 from tests.dist.test_attention import SIMPLE, judge, local, unpickled
 
@@ -56,6 +58,55 @@ def test_gradients_that_travel_in_half_precision(dtype: str, pool: Pool) -> None
             for x in ("out", "lse", "dq"):
                 assert torch.equal(getattr(one, x), getattr(other, x)), f"{name}: {x}"
             assert fewer < sent if dtype == "bf16" and sent else fewer == sent, name
+
+
+def third(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """Hides every third key, another one for each head and query, but never a query's own."""
+    return ((q + k + h) % 3 != 0) | (q == k)
+
+
+def with_terms(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    """Output and all gradients of a call with numbers of every head: 6 query heads."""
+    steps = torch.arange(6, dtype=torch.float64)
+    learned = [steps.cos(), steps / 7, torch.stack([(steps[:5] + n).sin() for n in range(6)])]
+    inputs = [x.requires_grad_() for x in (q, k, v, *learned)]
+    sinks, slopes, table = learned
+    out = attend(
+        *inputs[:3],
+        is_causal=True,
+        scale=0.3,
+        softcap=2.0,
+        sinks=sinks,
+        alibi_slopes=slopes,
+        relative_bias=table,
+        mask_mod=third,
+    )
+    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+
+
+def terms_cell(world: int, exchange: str) -> Cell:
+    return replace(
+        SIMPLE, world=world, exchange=exchange, heads=(6, 2), length=13, kernel="reference"
+    )
+
+
+def run_terms(rank: int, world: int, exchange: str) -> bytes:
+    cell = terms_cell(world, exchange)
+    with SLOT.activate(cell.context(rank, dist.group.WORLD)):
+        return pickle.dumps(with_terms(*local(cell, rank)))
+
+
+@pytest.mark.parametrize(("exchange", "world"), [("ulysses", 3), ("ulysses", 4), ("hybrid", 4)])
+def test_numbers_of_heads_go_with_their_heads(exchange: str, world: int, pool: Pool) -> None:
+    cell = terms_cell(world, exchange)
+    layout = cell.sequence.layout
+    ranks = unpickled(pool.run(run_terms, exchange, world=world))
+    expected = with_terms(*cell.tensors())
+    names = ("out", "dq", "dk", "dv", "sinks", "slopes", "table")
+    for number, (name, truth) in enumerate(zip(names, expected, strict=True)):
+        parts = [found[number] for found in ranks]
+        got = layout.unshard(parts, dim=2) if number < 4 else sum(parts)
+        torch.testing.assert_close(got, truth, rtol=1e-11, atol=1e-12, msg=name)
 
 
 def run_too_few_heads(rank: int, world: int) -> None:
