@@ -19,6 +19,7 @@ class Mesh:
         topology: sizes of the axes.
         rank: global rank.
         cp: keys, values and their gradients travel here; also the sums of the loss.
+        cp_a2a: the same ranks: heads swapped for tokens.
         meta: gloo on the CPU: digests and error reports.
         grad: gradient all-reduces over every rank.
         dp: one rank of every virtual device: logged values and metrics.
@@ -27,6 +28,7 @@ class Mesh:
     topology: Topology
     rank: int
     cp: Any
+    cp_a2a: Any
     meta: Any
     grad: Any
     dp: Any
@@ -38,9 +40,9 @@ class Mesh:
 
     def close(self) -> None:
         """Give the groups back: their threads and files, which end with the last reference."""
-        for group in (self.cp, self.meta, self.grad, self.dp):
+        for group in (self.cp, self.cp_a2a, self.meta, self.grad, self.dp):
             dist.destroy_process_group(group)
-        self.cp = self.meta = self.grad = self.dp = None
+        self.cp = self.cp_a2a = self.meta = self.grad = self.dp = None
 
 
 def build_mesh(
@@ -67,12 +69,13 @@ def build_mesh(
         topology=topology,
         rank=rank,
         cp=own(topology.cp_groups(), None),
+        cp_a2a=own(topology.cp_groups(), None),
         meta=own(topology.cp_groups(), "gloo"),
         grad=own((tuple(range(topology.world)),), None),
         dp=own(topology.dp_groups(), None),
     )
     if device.type != "cpu":
-        for group in (mesh.cp, mesh.grad, mesh.dp):
+        for group in (mesh.cp, mesh.cp_a2a, mesh.grad, mesh.dp):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return mesh
 

@@ -19,7 +19,7 @@ from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
 from lightning_cp.fsdp import WrapPolicy
-from lightning_cp.plan import AllGather, Direct, Ring
+from lightning_cp.plan import Exchange
 from lightning_cp.plugin.data import Loading
 from lightning_cp.plugin.flavor import Flavor
 from lightning_cp.plugin.mixin import ContextParallelMixin
@@ -66,8 +66,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             take less time. `lightning_cp.balance.Balanced` takes options.
         exchange: how keys and values travel: "direct" (exactly what a rank's queries see, from the
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
-            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or
-            "auto": direct. `lightning_cp.plan.Direct`, `Ring` and `AllGather` take options.
+            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles),
+            "ulysses" (each rank gets all tokens of a part of the heads), "hybrid" (ulysses among
+            neighbours, direct between blocks of them), or "auto": direct. `lightning_cp.plan` has
+            `Direct`, `Ring`, `AllGather`, `Ulysses` and `Hybrid`, which take options.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
@@ -134,10 +136,8 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         zero_stage: int = 0,
         layout: Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"]
         | Balanced = "auto",
-        exchange: Literal["auto", "allgather", "direct", "ring"]
-        | AllGather
-        | Direct
-        | Ring = "auto",
+        exchange: Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"]
+        | Exchange = "auto",
         overlap: bool = True,
         attention_backend: Literal[
             "auto", "cudnn", "efficient", "flash", "reference", "sdpa"

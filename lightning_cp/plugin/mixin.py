@@ -126,6 +126,7 @@ class ContextParallelMixin:
         if self.topology.cp > 1:
             self._parallel = ContextParallel(
                 self._mesh.cp,
+                a2a=self._mesh.cp_a2a,
                 meta=self._mesh.meta,
                 rank=self._mesh.coordinates.cp,
                 world=self.topology.cp,
