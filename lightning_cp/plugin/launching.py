@@ -97,7 +97,7 @@ class Launching(Host):
     def teardown(self) -> None:
         """End a run; a process that was started for it hands whole parameters back."""
         super().teardown()
-        module = self.lightning_module
+        module: Any = self.lightning_module
         if self._hands_over and module is not None and fsdp.is_sharded(module):
             module.register_state_dict_post_hook(_put_together)
 
