@@ -117,9 +117,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, Launching, ShardedParam
             `toggle_optimizer` or a branch that is not taken; that of torch's
             DistributedDataParallel. With zero_stage=3 a backward may always do so.
         start_method: how the Trainer starts the processes of a node where nobody else does:
-            "popen", the script again; "fork", "spawn" or "forkserver", by Python's multiprocessing,
-            after which the module in the process that started them has the parameters of the run;
-            "auto", "fork" in notebooks and other interactive sessions, else "popen".
+            "popen", the script again; "fork" or "spawn", by Python's multiprocessing, after which
+            the module in the process that started them has the parameters of the run; "auto",
+            "fork" in notebooks and other interactive sessions, else "popen".
         process_group_backend: backend of the default process group.
         timeout: how long a collective may wait.
 

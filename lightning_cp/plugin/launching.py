@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 else:
     Host = object  # a concrete class brings the ParallelStrategy of its package
 
-StartMethod = Literal["auto", "popen", "spawn", "fork", "forkserver"]
-METHODS = ("auto", "popen", "spawn", "fork", "forkserver")
+StartMethod = Literal["auto", "popen", "spawn", "fork"]
+METHODS = ("auto", "popen", "spawn", "fork")
 
 
 def checked(method: StartMethod) -> StartMethod:

@@ -48,7 +48,6 @@ def one_device(pool):
     [
         ("fork", 0),
         ("fork", 3),
-        pytest.param("forkserver", 0, marks=pytest.mark.full),
         pytest.param("spawn", 3, marks=pytest.mark.full),
     ],
 )
