@@ -22,6 +22,7 @@ from lightning_cp.fsdp import WrapPolicy
 from lightning_cp.plan import Exchange
 from lightning_cp.plugin.data import Loading
 from lightning_cp.plugin.flavor import Flavor
+from lightning_cp.plugin.launching import Launching, StartMethod, checked
 from lightning_cp.plugin.mixin import ContextParallelMixin
 from lightning_cp.plugin.sharding import ShardedParameters
 from lightning_cp.plugin.virtual import device_value, gather_group, reduces_over_devices
@@ -44,7 +45,7 @@ OTHERS = {
 """By package, where the other one finds its strategy."""
 
 
-class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host):
+class ContextParallelBase(ContextParallelMixin, Loading, Launching, ShardedParameters, Host):
     """Trains on sequences longer than one device can hold, with the user's module unchanged.
 
     A group of `context_parallel_size` ranks behaves like one bigger device: it reads the same
@@ -117,6 +118,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         find_unused_parameters: with zero_stage=0, let a backward leave parameters out, as with
             `toggle_optimizer` or a branch that is not taken; that of torch's
             DistributedDataParallel. With zero_stage=3 a backward may always do so.
+        start_method: how the Trainer starts the processes of a node where nobody else does:
+            "popen", the script again; "fork" or "spawn", by Python's multiprocessing, after which
+            the module in the process that started them has the parameters of the run; "auto",
+            "fork" in notebooks and other interactive sessions, else "popen".
         process_group_backend: backend of the default process group.
         timeout: how long a collective may wait.
 
@@ -154,6 +159,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         save_distributed_checkpoint: bool = False,
         verify: Literal["off", "first_batch"] = "off",
         find_unused_parameters: bool = False,
+        start_method: StartMethod = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -180,7 +186,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._forward_redirection = self._flavor.forward_redirection()
-        self._num_nodes = 1
+        self._start_method = checked(start_method)
 
     def __repr__(self) -> str:
         """Says which Trainer takes it: one of the other package quotes this when it refuses it."""
@@ -188,42 +194,6 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             f"{type(self).__module__}.{type(self).__name__} for the Trainer of "
             f"{self._flavor.pytorch}; {OTHERS[self._flavor.pytorch]}"
         )
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ())
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's rank; called by the Trainer."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in self._flavor.rank_zero_decorators:
-            decorator.rank = self.global_rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and self.num_processes * self.num_nodes > 1:
-            self._launcher = self._flavor.script_launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
 
     @override
     def setup_environment(self) -> None:
