@@ -129,7 +129,7 @@ def forward_implementation(
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], sees)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan
-    reason = plan.rejects(q.shape[1])
+    reason = plan.rejects(q.shape[1], dropout=dropout_p > 0)
     if reason is not None:
         raise RefusedError(f"exchange={plan.exchange!r}: {reason}")
     context.log.ran[_ran(handle, q, k, v, backward=False)] += 1

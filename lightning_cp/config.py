@@ -6,7 +6,16 @@ from typing import Any
 
 from lightning_cp.balance import Balanced
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan import AllGather, Direct, Exchange, Hybrid, Ring, Ulysses, schedule_of
+from lightning_cp.plan import (
+    AllGather,
+    Direct,
+    Exchange,
+    Hybrid,
+    Replicated,
+    Ring,
+    Ulysses,
+    schedule_of,
+)
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
@@ -24,8 +33,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 MADE: dict[str, tuple[tuple[type, ...], str]] = {
     "layout": ((Balanced,), ", or Balanced() of lightning_cp.balance"),
     "exchange": (
-        (AllGather, Direct, Hybrid, Ring, Ulysses),
-        ", or Direct(), Ring(), AllGather(), Ulysses() or Hybrid() of lightning_cp.plan",
+        (AllGather, Direct, Hybrid, Replicated, Ring, Ulysses),
+        ", or Direct(), Ring(), AllGather(), Ulysses(), Hybrid() or Replicated() of "
+        "lightning_cp.plan",
     ),
 }
 """Options that also take an object: its classes, and how a message calls them."""
@@ -44,7 +54,8 @@ class Config:
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
             "ulysses", none, ranks swap heads for tokens; "hybrid", neighbours swap heads and
             blocks of them exchange keys; "auto"; or one of `lightning_cp.plan.Direct`, `Ring`,
-            `AllGather`, `Ulysses`, `Hybrid` with options.
+            `AllGather`, `Ulysses`, `Hybrid` with options; for debugging `Replicated()`, with which
+            every rank computes all, and attention has the same bits whatever the group.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits

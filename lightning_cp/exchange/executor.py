@@ -173,7 +173,12 @@ def backward(
         return (yield from _backward(plan, call, groups, saved, k, v, dtype=k.dtype))
     differentiate = partial(_backward, plan, call)
     inputs = saved, k, v
-    return (yield from switched.backward(plan, differentiate, inputs, link=link, probe=probe))
+    grads = yield from switched.backward(plan, differentiate, inputs, link=link, probe=probe)
+    if plan.switch.replicated and plan.switch.index:
+        for x in kernel.scores.grads:  # the first member has found those of all tokens
+            if x is not None:
+                x.zero_()
+    return grads
 
 
 def _backward(

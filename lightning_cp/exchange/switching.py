@@ -152,7 +152,7 @@ class Returning:
         ]
         sends: list[Message] = []
         with probe("copy"):
-            for place in switch.others:
+            for place in switch.receivers:
                 rows = [side.rows(switch)[place] for side in targets]
                 flat, packed = _packet(
                     [
@@ -165,7 +165,7 @@ class Returning:
                 sends.append((switch.members[place], flat))
         self._parts: list[tuple[Heads, list[Tensor]]] = []
         receives: list[Message] = []
-        for place in switch.others:
+        for place in switch.receivers:
             flat, parts = _packet(
                 [
                     (side.x, dtype, side.of(own[place]).shape[1], side.x.shape[2])

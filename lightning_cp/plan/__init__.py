@@ -12,6 +12,7 @@ from lightning_cp.plan.group import GroupLoad, group_load
 from lightning_cp.plan.heads import Heads, uniform
 from lightning_cp.plan.hybrid import Hybrid
 from lightning_cp.plan.memory import Memory, Sizes
+from lightning_cp.plan.replicated import Replicated
 from lightning_cp.plan.ring import Ring
 from lightning_cp.plan.rounds import Round, Tile, Transfer
 from lightning_cp.plan.schedule import Schedule
@@ -29,6 +30,7 @@ __all__ = [
     "Memory",
     "Plan",
     "PlanKey",
+    "Replicated",
     "Ring",
     "Round",
     "Schedule",

@@ -48,9 +48,9 @@ class Plan:
     half_grads: bool = False
     switch: Switch | None = None
 
-    def rejects(self, heads: int) -> str | None:
+    def rejects(self, heads: int, *, dropout: bool = False) -> str | None:
         """Why a call with so many query heads cannot be run, and the way out, or None."""
-        return None if self.switch is None else self.switch.rejects(heads)
+        return None if self.switch is None else self.switch.rejects(heads, dropout=dropout)
 
     def own_heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
         """Query and key heads that this rank computes, of those of a call."""
@@ -122,10 +122,11 @@ class Plan:
             return (0, 0), (0, 0)
         own = self.switch.shares(sizes.heads, sizes.kv_heads)
         rows = self.switch.rows(sizes, half_grads=self.half_grads)
-        inputs, results, saved, grads = (self.switch.crossing(own, row) for row in rows)
+        inputs, saved = (self.switch.crossing(own, row) for row in (rows.inputs, rows.saved))
+        results, grads = (self.switch.returning(own, row) for row in (rows.results, rows.grads))
         return (
-            (inputs[0] + results[1], inputs[1] + results[0]),
-            (inputs[0] + saved[0] + grads[1], inputs[1] + saved[1] + grads[0]),
+            (inputs[0] + results[0], inputs[1] + results[1]),
+            (inputs[0] + saved[0] + grads[0], inputs[1] + saved[1] + grads[1]),
         )
 
     def memory(

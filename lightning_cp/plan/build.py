@@ -12,6 +12,7 @@ from lightning_cp.plan.allgather import AllGather
 from lightning_cp.plan.base import Plan
 from lightning_cp.plan.direct import Direct
 from lightning_cp.plan.hybrid import Hybrid
+from lightning_cp.plan.replicated import Replicated
 from lightning_cp.plan.ring import Ring
 from lightning_cp.plan.rounds import Round, Tile, Transfer
 from lightning_cp.plan.schedule import Demand, Schedule
@@ -23,7 +24,7 @@ from lightning_cp.spans import Piece, pieces, rows, total, union
 Distances = tuple[int, ...]
 """How many places before a rank the ranks are whose keys it reads in a round."""
 
-Exchange = AllGather | Direct | Hybrid | Ring | Ulysses
+Exchange = AllGather | Direct | Hybrid | Replicated | Ring | Ulysses
 """An exchange with options."""
 
 SCHEDULES: dict[str, type[AllGather] | type[Direct] | type[Hybrid] | type[Ring] | type[Ulysses]] = {
@@ -95,10 +96,19 @@ def build_plan(
     size = schedule.block(q_layout.world)
     if size == 1:
         return _Builder(q_layout, kv_layout, mask, rank, schedule).plan()
+    return _swapped(q_layout, kv_layout, mask, rank, schedule)
+
+
+def _swapped(
+    q_layout: Layout, kv_layout: Layout, mask: Mask, rank: int, schedule: Schedule
+) -> Plan:
+    """The plan of a rank's block, and how the rank gets the tokens of the block."""
+    size = schedule.block(q_layout.world)
     block, index = divmod(rank, size)
     of_block = _Builder(
         blocks(q_layout, size), blocks(kv_layout, size), mask, block, schedule
     ).plan()
+    replicated = isinstance(schedule, Replicated)
     return replace(
         of_block,
         rank=rank,
@@ -106,7 +116,7 @@ def build_plan(
         q_size=q_layout.size(rank),
         kv_size=kv_layout.size(rank),
         rounds=tuple(_between(step, size, index) for step in of_block.rounds),
-        switch=switch_of(q_layout, kv_layout, rank=rank, size=size),
+        switch=switch_of(q_layout, kv_layout, rank=rank, size=size, replicated=replicated),
     )
 
 

@@ -46,12 +46,14 @@ class Switch:
         members: ranks within the context-parallel group, in order.
         q: for every member the rows of the block's queries that it holds, in its local order.
         kv: for every member the rows of the block's keys that it holds.
+        replicated: every member gets all heads, and keeps the results of its own tokens.
     """
 
     index: int
     members: tuple[int, ...]
     q: tuple[Spans, ...]
     kv: tuple[Spans, ...]
+    replicated: bool = False
 
     @property
     def q_size(self) -> int:
@@ -68,10 +70,20 @@ class Switch:
         """Places of the other members."""
         return tuple(place for place in range(len(self.members)) if place != self.index)
 
-    def rejects(self, heads: int) -> str | None:
+    @property
+    def receivers(self) -> tuple[int, ...]:
+        """Places of the members that get results of this rank, and that it gets results of."""
+        return () if self.replicated else self.others
+
+    def rejects(self, heads: int, *, dropout: bool) -> str | None:
         """Why a call with so many query heads cannot be run, and the way out, or None."""
+        if self.replicated and dropout:
+            return (
+                "every rank computes the whole call and would drop other weights of it; use "
+                "another exchange, or attention without dropout"
+            )
         size = len(self.members)
-        if heads >= size:
+        if heads >= size or self.replicated:
             return None
         fits = max(n for n in range(1, heads + 1) if size % n == 0)
         smaller = f"Hybrid(ulysses_size={fits}) of lightning_cp.plan or " if fits > 1 else ""
@@ -82,11 +94,14 @@ class Switch:
 
     def shares(self, heads: int, kv_heads: int) -> tuple[Heads, ...]:
         """The heads of every member."""
+        if self.replicated:
+            return shares(heads, kv_heads, 1) * len(self.members)
         return shares(heads, kv_heads, len(self.members))
 
     def shared(self, heads: int, kv_heads: int) -> bool:
         """Whether a key head has several readers, so that its gradient is a sum over members."""
-        return sum(share.counts[1] for share in self.shares(heads, kv_heads)) > kv_heads
+        read = sum(share.counts[1] for share in self.shares(heads, kv_heads))
+        return read > kv_heads and not self.replicated
 
     def portions(self, heads: int, kv_heads: int, most: int) -> tuple[tuple[Heads, ...], ...]:
         """The heads of every member in portions that travel one after the other.
@@ -118,15 +133,17 @@ class Switch:
         return self.shared(heads, kv_heads) and not half_grads
 
     def crossing(self, own: tuple[Heads, ...], row: Row) -> tuple[int, int]:
-        """Bytes that leave and that arrive where heads are fetched.
-
-        On the way back as many arrive and leave.
-        """
+        """Bytes that leave and that arrive where heads are fetched."""
         here = self.index
         return (
             sum(self._bytes(here, own[other], row) for other in self.others),
             sum(self._bytes(other, own[here], row) for other in self.others),
         )
+
+    def returning(self, own: tuple[Heads, ...], row: Row) -> tuple[int, int]:
+        """Bytes that leave and that arrive on the way back."""
+        arriving, leaving = self.crossing(own, row)
+        return (0, 0) if self.replicated else (leaving, arriving)
 
     def whole(self, own: tuple[Heads, ...], row: Row) -> int:
         """Bytes of all tokens of the block, of the heads of this rank."""
@@ -151,7 +168,9 @@ def blocks(layout: Layout, size: int) -> Layout:
     )
 
 
-def switch_of(q_layout: Layout, kv_layout: Layout, *, rank: int, size: int) -> Switch:
+def switch_of(
+    q_layout: Layout, kv_layout: Layout, *, rank: int, size: int, replicated: bool = False
+) -> Switch:
     """How `rank` swaps with the members of its block of `size` ranks."""
     block, index = divmod(rank, size)
     members = tuple(range(block * size, (block + 1) * size))
@@ -160,7 +179,7 @@ def switch_of(q_layout: Layout, kv_layout: Layout, *, rank: int, size: int) -> S
         buffer = blocks(layout, size).pieces(block)
         return tuple(rows(buffer, layout.spans[member]) for member in members)
 
-    return Switch(index, members, held(q_layout), held(kv_layout))
+    return Switch(index, members, held(q_layout), held(kv_layout), replicated)
 
 
 def check_block(size: int, world: int) -> int:

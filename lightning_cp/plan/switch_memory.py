@@ -35,7 +35,7 @@ class SwitchMemory(NamedTuple):
             )
             peak = max(peak, results + home + arriving + block)
             peak = max(peak, results + home + block + coming + running)
-            home = sum(self.switch.crossing(own, rows.results))
+            home = sum(self.switch.returning(own, rows.results))
             done = self.switch.whole(own, rows.results)
             peak = max(peak, results + coming + done + home)
         return peak
@@ -66,7 +66,7 @@ class SwitchMemory(NamedTuple):
             )
             peak = max(peak, results + home + arriving + block)
             peak = max(peak, results + home + block + coming + running)
-            home = sum(self.switch.crossing(own, rows.grads))
+            home = sum(self.switch.returning(own, rows.grads))
             peak = max(peak, results + coming + self.switch.whole(own, held) + home)
         return peak
 

@@ -19,6 +19,7 @@ from lightning_cp.plan import (
     Direct,
     Hybrid,
     Memory,
+    Replicated,
     Ring,
     Schedule,
     Ulysses,
@@ -62,6 +63,8 @@ CASES.append(Case("direct", "zigzag", MASKS[0], torch.bfloat16, heads=(8, 2)))
 CASES.append(Case("ring", "zigzag", MASKS[0], torch.bfloat16, heads=(4, 1)))
 OPTIONS = [
     Case("ulysses", "zigzag", MASKS[0], torch.bfloat16, heads=(8, 2)),
+    Case(Replicated(), "zigzag", MASKS[0], torch.bfloat16, heads=(4, 2)),
+    Case(Replicated(), "contiguous", MASKS[2], torch.float32),
     Case("ulysses", "contiguous", MASKS[2], torch.float32, heads=(6, 3)),
     Case(Ulysses(half_grads=True), "zigzag", MASKS[1], torch.bfloat16, heads=(4, 1)),
     Case(Hybrid(2, "ring"), "zigzag", MASKS[0], torch.bfloat16, heads=(6, 2)),
