@@ -20,7 +20,8 @@ from tests._harness.models import Case, Outcome, fit, loaders, outcome, seeded
 from tests._harness.pool import Pool
 
 CASE = Case(samples=8, epochs=2, precision="64-true", momentum=0.9, shuffle=True)
-PATIENCE = 200.0
+PATIENCE = 100.0
+"""Seconds; a run takes ten on an idle machine."""
 
 
 class Left(NamedTuple):

@@ -138,7 +138,7 @@ def in_shell(shell, folder, strategy, devices):
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=2 * PATIENCE,
         check=False,
     )
     assert file.exists(), result.stderr[-4000:]
@@ -146,7 +146,7 @@ def in_shell(shell, folder, strategy, devices):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(2 * PATIENCE)
+@pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize("shell", SHELLS)
 def test_notebook(shell, tmp_path):
     """A module that is defined in a cell, trained by two processes that the session forks."""
@@ -179,7 +179,7 @@ def by_torchrun(node, port, devices):
 
 
 @pytest.mark.full
-@pytest.mark.timeout(2 * PATIENCE)
+@pytest.mark.timeout(5 * PATIENCE)
 @pytest.mark.parametrize(
     ("start", "devices", "stage"),
     [(by_hand, 1, 0), (by_hand, 2, 3), (by_torchrun, 1, 3), (by_torchrun, 2, 0)],
@@ -198,7 +198,7 @@ def test_two_nodes(start, devices, stage, one_device, pool, tmp_path):
             env=environment(**variables),
             capture_output=True,
             text=True,
-            timeout=PATIENCE,
+            timeout=2 * PATIENCE,
             check=False,
         )
 
