@@ -102,8 +102,8 @@ def test_options_arrive():
             r"layout='spiral' is unknown; use one of auto, balanced, contiguous, "
             "per_document_zigzag, zigzag",
         ),
-        ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
-        ("exchange", Direct, r"Direct.*auto, allgather, direct, ring.* or Direct\(\), Ring\(\)"),
+        ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, hybrid, ring, ul"),
+        ("exchange", Direct, r"Direct.*auto, allgather, direct, hybrid.* or Direct\(\), Ring\(\)"),
         ("attention_backend", "magic", r"use one of auto, cudnn, efficient, flash, .*sdpa"),
         ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),
@@ -204,7 +204,8 @@ def table(
         exchange="ring" if config.exchange == "auto" else config.exchange,
         kernel=config.attention_backend,
     )
-    mesh: Any = Mesh(topology=topology, rank=rank, cp=None, meta=None, grad=None, dp=None)
+    groups: Any = dict.fromkeys(("cp", "cp_a2a", "meta", "grad", "dp"))
+    mesh = Mesh(topology=topology, rank=rank, **groups)
     digest: Any = None
     return StartTable(mesh, config), Shard(part.batch, context, part, layout, digest, True)
 
