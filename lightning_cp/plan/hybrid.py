@@ -24,7 +24,8 @@ class Hybrid:
 
     Args:
         ulysses_size: ranks of a block; divides the group, and there are as many query heads. Where
-            None, the greatest divisor of the group that is at most its square root.
+            None, the greatest divisor of the group that is at most its square root: of a prime
+            number of ranks 1, and the outer exchange alone is left.
         outer: what blocks do: "direct" or "ring".
         head_chunks: heads of a rank travel in so many groups, if there are as many key heads.
         half_grads: gradients of keys and values travel in the dtype of the keys, which in half

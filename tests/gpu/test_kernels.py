@@ -40,7 +40,8 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("world", "exchange"), [(1, "ring"), *((2, name) for name in SCHEDULES), (4, "ring")]
+    ("world", "exchange"),
+    [(1, "ring"), *((2, name) for name in SCHEDULES), (4, "ring"), (4, "hybrid")],
 )
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("name", "dtype"), CELLS)
