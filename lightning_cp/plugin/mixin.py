@@ -37,6 +37,8 @@ class ContextParallelMixin:
     _config: Config
     _cp_size: Size
     _dp_size: Size
+    _replicate_size: int
+    _tp_size: int
     _topology: Topology | None = None
     _mesh: Mesh | None = None
     _parallel: ContextParallel | None = None
@@ -109,9 +111,14 @@ class ContextParallelMixin:
     def _resolve(self, world: int, local_world: int) -> None:
         """Resolve the sizes, before any rank talks to another."""
         topology = Topology.resolve(
-            world=world, local_world=local_world, cp=self._cp_size, dp=self._dp_size
+            world=world,
+            local_world=local_world,
+            cp=self._cp_size,
+            dp=self._dp_size,
+            dp_replicate=self._replicate_size,
+            tp=self._tp_size,
         )
-        if topology.cp > local_world:
+        if topology.cp * topology.tp > local_world:
             warnings.warn(
                 f"a context-parallel group of {topology.cp} ranks spans nodes of {local_world}; "
                 f"keys and values will travel over the network between nodes",
@@ -140,7 +147,8 @@ class ContextParallelMixin:
     def _mute_writers(self, callbacks: Iterable[Any]) -> None:
         """Let prediction writers write on the rank that gets whole rows, and nowhere else."""
         gathered = self._parallel is not None and self._config.predict_gather == "rank0_cpu"
-        if gathered and self._mesh is not None and self._mesh.coordinates.cp > 0:
+        place = self._mesh.coordinates if self._mesh is not None else None
+        if gathered and place is not None and (place.cp > 0 or place.tp > 0):
             self._muted = MutedWriters(callbacks)
 
     def _watch_metrics(self, module: torch.nn.Module | None) -> None:

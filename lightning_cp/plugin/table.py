@@ -44,7 +44,7 @@ class StartTable:
         dummies = layout.length - length
         return [
             ("data x context ranks", f"{topology.dp} x {topology.cp} = {topology.world}"),
-            ("context groups", "; ".join(str(list(g)) for g in topology.cp_groups())),
+            ("context groups", "; ".join(str(list(g)) for g in topology.groups("cp"))),
             ("global batch", f"{samples} rows, {samples * length} tokens per micro-step"),
             ("fields cut (dim)", ", ".join(f"{name} ({dim})" for name, dim in dims.items())),
             ("cut", place),
