@@ -33,7 +33,7 @@ from lightning_cp.compat import (
 )
 from lightning_cp.errors import ConfigError
 from lightning_cp.gradients import average
-from lightning_cp.materialize import Made, check_materials, materialize
+from lightning_cp.materialize import Made, check_materials, has_meta, materialize
 from lightning_cp.mesh import ParameterMesh
 
 WrapPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
@@ -69,7 +69,12 @@ class Sharding:
 
 
 def shard(
-    module: nn.Module, mesh: ParameterMesh, sharding: Sharding, *, device: torch.device
+    module: nn.Module,
+    mesh: ParameterMesh,
+    sharding: Sharding,
+    *,
+    device: torch.device,
+    convert: Callable[[nn.Module], Any],
 ) -> None:
     """Shard the parameters of a module over the ranks of a mesh, in place; a collective call.
 
@@ -84,6 +89,7 @@ def shard(
         mesh: the ranks; with tensor parallelism what is cut for it is cut already.
         sharding: how.
         device: of this rank.
+        convert: gives a block that was on "meta" the dtype that it is trained in.
 
     Raises:
         ConfigError: on every rank alike, if a wrapped block shares a parameter with a module
@@ -93,16 +99,18 @@ def shard(
     check_materials(module)
     loose = {x for x in module.parameters() if x.ndim == 0}
     made: Made = {}
-    done: set[int] = set()
+    done: dict[int, Tensor] = {}  # by identity, which is theirs as long as they are here
     for part in (*blocks, module):
-        materialize(part, device, made)
+        if has_meta(part):
+            materialize(part, device, made)
+            convert(part)
         new = [x for x in (*part.parameters(), *part.buffers()) if id(x) not in done]
         _move(new, device)
         _share_first(new, mesh)
         ignored = loose & set(part.parameters())
         fully_shard(part, mesh=mesh.parameters, ignored_params=ignored, **sharding.options())
         _keep_origin(part)
-        done |= {id(x) for x in (*part.parameters(), *part.buffers())}
+        done |= {id(x): x for x in (*part.parameters(), *part.buffers())}
 
 
 def complete_root(module: nn.Module, mesh: ParameterMesh, sharding: Sharding) -> None:

@@ -18,6 +18,7 @@ from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
 from lightning_cp.fsdp import WrapPolicy
+from lightning_cp.materialize import has_meta
 from lightning_cp.plan import AllGather, Direct, Ring
 from lightning_cp.plugin.collectives import Collectives
 from lightning_cp.plugin.data import Loading
@@ -284,7 +285,8 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
         self._prepare_module()
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
+        if not has_meta(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self._shards:
             self._shard_parameters(trainer)

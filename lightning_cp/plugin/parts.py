@@ -171,7 +171,8 @@ class Parts(Host):
             fsdp.check_sharded(module, mesh.parameters.mesh.flatten().tolist())
         else:
             self._share_layers(module, mesh["tensor_parallel"])
-            fsdp.shard(module, mesh, sharding, device=self.root_device)
+            convert = self.precision_plugin.convert_module
+            fsdp.shard(module, mesh, sharding, device=self.root_device, convert=convert)
         if not module.automatic_optimization:
             fsdp.gather_by_hand(module)
         fsdp.complete(module, [name for name in STEPS if callable(getattr(module, name, None))])
@@ -203,6 +204,7 @@ class Parts(Host):
             if has_meta(module):
                 check_materials(module)
                 materialize(module, self.root_device, {})
+                self.precision_plugin.convert_module(module)
             parallelize_module(module, mesh, dict(self._layer_plan))
         if not any(isinstance(x, DTensor) for x in module.parameters()):
             raise ConfigError(

@@ -12,6 +12,7 @@ from lightning_cp import fsdp
 from lightning_cp.compat import before_backward
 from lightning_cp.errors import ConfigError
 from lightning_cp.gradients import clip_grad_norm, clip_grad_value
+from lightning_cp.materialize import has_meta
 from lightning_cp.plugin import folder
 from lightning_cp.plugin.parts import Parts
 
@@ -139,10 +140,10 @@ class ShardedParameters(Parts):
 
     def teardown(self) -> None:
         """End a run; sharded parameters stay where they are, on the device of their group."""
-        if not self._sharded:
+        module: Any = self.lightning_module
+        if module is None or not (self._sharded or has_meta(module)):
             super().teardown()
             return
-        module: Any = self.lightning_module
         fsdp.reshard(module)
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             if part is not None:

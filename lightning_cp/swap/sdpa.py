@@ -11,7 +11,7 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap._torch import is_tracing, is_wrapper, original
 from lightning_cp.swap.guard import outside_only
-from lightning_cp.swap.shared_heads import is_shared, own_heads
+from lightning_cp.swap.shared import is_shared, own_heads
 from lightning_cp.swap.where import caller
 
 TRACED = (

@@ -1,21 +1,26 @@
 """A module whose layers ranks can share, and the ways to say so."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
+    ParallelStyle,
     RowwiseParallel,
+    loss_parallel,
     parallelize_module,
 )
 
 from tests._harness.models import Case, LanguageModel
 
-STYLES = {
+WHOLE = Replicate()
+STYLES: dict[str, Callable[..., ParallelStyle]] = {
     "attention.q": ColwiseParallel,
     "attention.k": ColwiseParallel,
     "attention.v": ColwiseParallel,
@@ -100,14 +105,48 @@ class Distributed(SharedByUser):
             parallelize_module(block, mesh["tensor_parallel"], plan)
 
 
-def share(module: LanguageModel, mesh: DeviceMesh) -> None:
-    """Cut the layers of every block, and the head."""
+class LossInParts(SharedByUser):
+    """Scores stay cut over the vocabulary."""
+
+    def configure_model(self) -> None:
+        """Share the layers, and leave the scores where they are."""
+        mesh: Any = self.device_mesh
+        if mesh is not None and not self.shared():
+            share(self, mesh["tensor_parallel"], scores=Shard(-1))
+
+    def fields(self, batch: Any) -> tuple[Any, ...]:
+        """Labels stand beside the scores as tensors that every rank has."""
+        tokens, labels, *rest = super().fields(batch)
+        mesh: Any = self.device_mesh
+        if self.shared():
+            labels = DTensor.from_local(labels, mesh["tensor_parallel"], [WHOLE])
+        return tokens, labels, *rest
+
+    def loss(self, batch: Any) -> Tensor:
+        """The loss over scores in parts."""
+        with self.parts():
+            return super().loss(batch)
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Its backward."""
+        with self.parts():
+            super().backward(loss, *args, **kwargs)
+
+    def parts(self) -> AbstractContextManager[None]:
+        """What torch has for such losses."""
+        return loss_parallel() if self.shared() else nullcontext()
+
+
+def share(module: LanguageModel, mesh: DeviceMesh, scores: Placement = WHOLE) -> None:
+    """Cut the layers of every block, and the head, whose scores are placed as asked for."""
     for block in module.net.blocks:
         parallelize_module(block, mesh, {name: style() for name, style in STYLES.items()})
-    parallelize_module(module.net.head, mesh, ColwiseParallel(output_layouts=Replicate()))
+    local = scores == WHOLE
+    head = ColwiseParallel(output_layouts=scores, use_local_output=local)
+    parallelize_module(module.net.head, mesh, head)
 
 
 def plan() -> dict[str, Any]:
     """The same by the names of modules."""
     styles = {f"net.blocks.*.{name}": style() for name, style in STYLES.items()}
-    return {**styles, "net.head": ColwiseParallel(output_layouts=Replicate())}
+    return {**styles, "net.head": ColwiseParallel(output_layouts=WHOLE)}

@@ -1,4 +1,4 @@
-"""Attention over tensors that a tensor-parallel group shares: every rank takes its own heads."""
+"""Tensors that a tensor-parallel group shares: for attention every rank takes its own heads."""
 
 from collections.abc import Callable
 
@@ -11,6 +11,14 @@ from lightning_cp.errors import RefusedError
 def is_shared(*tensors: Tensor) -> bool:
     """Whether one of the tensors is a DTensor."""
     return any(isinstance(x, DTensor) for x in tensors)
+
+
+def whole(x: Tensor) -> Tensor:
+    """A DTensor put together, a collective call of its ranks unless each has all; others as is."""
+    if not isinstance(x, DTensor):
+        return x
+    found: Tensor = x.full_tensor()
+    return found
 
 
 def own_heads(
