@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_cp.compat import lone_mesh
 from lightning_cp.topology import Coordinates, Topology
 
 
@@ -153,7 +154,12 @@ def parameter_mesh(
         topology: sizes of the axes.
         device: device of this rank's parameters.
         timeout: how long a collective may wait, torch's default where None.
+
+    Returns:
+        The mesh; of one rank it has no groups.
     """
+    if topology.world == 1:
+        return ParameterMesh(lone_mesh(device.type, tuple(DIMENSIONS)), "")
     groups = [
         _own_group(topology, axes, timeout=timeout, backend=None) for axes in DIMENSIONS.values()
     ]

@@ -259,9 +259,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
         if self.world_size > 1:
             self._connect()
             self._start_parallel(device=self.root_device, timeout=self._timeout)
-            module = self.lightning_module
-            asks = module is not None and self._flavor.is_overridden("configure_model", module)
-            self._make_device_mesh(self.topology, wanted=asks)
+        module = self.lightning_module
+        asks = module is not None and self._flavor.is_overridden("configure_model", module)
+        self._make_device_mesh(self.topology, wanted=asks)
 
     def _connect(self) -> None:
         if self.cluster_environment is None:

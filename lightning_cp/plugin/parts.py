@@ -68,8 +68,8 @@ class Parts(Host):
         if self._device_mesh is None:
             raise RuntimeError(
                 "there is a device mesh once the Trainer has set up the strategy's environment, "
-                "with two or more ranks and zero_stage=1 to 3, tensor_parallel_size above 1, or a "
-                "configure_model of the module; use it in configure_model or later"
+                "with zero_stage=1 to 3, tensor_parallel_size above 1, or a configure_model of the "
+                "module; use it in configure_model or later"
             )
         return self._device_mesh
 
@@ -112,7 +112,7 @@ class Parts(Host):
             topology: sizes of the axes.
             wanted: whether the module has a configure_model that may ask for it.
         """
-        if self._config.zero_stage or topology.tp > 1 or wanted:
+        if wanted or (topology.world > 1 and (self._config.zero_stage or topology.tp > 1)):
             self._device_mesh = parameter_mesh(
                 topology, device=self.root_device, timeout=self._timeout
             )

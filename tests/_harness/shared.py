@@ -12,7 +12,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
+    SequenceParallel,
     loss_parallel,
     parallelize_module,
 )
@@ -103,6 +105,35 @@ class Distributed(SharedByUser):
             for name in ("attention.q", "attention.k", "attention.v"):
                 plan[name] = ColwiseParallel(use_local_output=False)
             parallelize_module(block, mesh["tensor_parallel"], plan)
+
+
+class SequenceInParts(SharedByUser):
+    """Between its layers each rank has a part of the tokens that it shares with the others."""
+
+    def configure_model(self) -> None:
+        """Norms and sums see parts; attention and the layers of the MLP gather them."""
+        mesh: Any = self.device_mesh
+        if mesh is None or self.shared():
+            return
+        own, none = Shard(1), (None,)
+        for block in self.net.blocks:
+            styles = {name: style() for name, style in STYLES.items()}
+            styles["norm"] = styles["mlp.0"] = SequenceParallel()
+            styles["attention"] = PrepareModuleInput(
+                input_layouts=(own, *none), desired_input_layouts=(WHOLE, *none)
+            )
+            styles["attention.out"] = RowwiseParallel(output_layouts=own)
+            styles["mlp.1"] = ColwiseParallel(input_layouts=own)
+            styles["mlp.3"] = RowwiseParallel(output_layouts=own)
+            parallelize_module(block, mesh["tensor_parallel"], styles)
+        first = PrepareModuleInput(
+            input_layouts=(WHOLE, *none),
+            desired_input_layouts=(own, *none),
+            use_local_output=True,
+        )
+        parallelize_module(self.net.blocks[0], mesh["tensor_parallel"], first)
+        head = ColwiseParallel(input_layouts=own, output_layouts=WHOLE)
+        parallelize_module(self.net.head, mesh["tensor_parallel"], head)
 
 
 class LossInParts(SharedByUser):

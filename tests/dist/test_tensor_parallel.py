@@ -20,6 +20,7 @@ from tests._harness.rows import assert_same, trainer
 from tests._harness.shared import (
     Distributed,
     LossInParts,
+    SequenceInParts,
     Shareable,
     SharedByUser,
     ShardedByUser,
@@ -41,6 +42,7 @@ WAYS: dict[str, tuple[type[Shareable], dict[str, Any]]] = {
     "configure_model": (SharedByUser, {}),
     "distributed-heads": (Distributed, {}),
     "loss-parallel": (LossInParts, {}),
+    "sequence-parallel": (SequenceInParts, {}),
 }
 
 
@@ -53,6 +55,12 @@ def test_five_steps(way, stage, pool):
 def test_module_for_the_strategy_of_lightning(pool):
     """Nothing but the strategy changes: layers and parameters are cut in configure_model."""
     check(ShardedByUser, FIVE, TP2, pool, world=4)
+
+
+def test_one_rank(pool):
+    """A configure_model for several ranks finds a mesh of one."""
+    options = {"tensor_parallel_size": 1, "zero_stage": 3}
+    check(ShardedByUser, FIVE, options, pool, world=1)
 
 
 def test_ranks_that_share_layers_only(pool):
