@@ -141,6 +141,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
 
     strategy_name = "context_parallel"
     _followed: frozenset[int] = frozenset()
+    _num_nodes = 1
     _flavor: ClassVar[Flavor]
 
     def __init__(
@@ -196,15 +197,13 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
             verify=verify,
         )
         self._wrap, self._policy, self._offload = auto_wrap_policy, mp_policy, cpu_offload
-        self._layer_plan = tensor_parallel_plan
         self._replicate_size, self._tp_size = data_parallel_replicate_size, tensor_parallel_size
         self._distributed_checkpoint = save_distributed_checkpoint
-        self._find_unused = find_unused_parameters
+        self._find_unused, self._layer_plan = find_unused_parameters, tensor_parallel_plan
         self._check_options()
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._forward_redirection = self._flavor.forward_redirection()
-        self._num_nodes = 1
 
     def __repr__(self) -> str:
         """Says which Trainer takes it: one of the other package quotes this when it refuses it."""
