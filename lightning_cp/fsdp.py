@@ -5,7 +5,6 @@ gradients are averaged over all ranks of all replicas, which is the one gradient
 parts, and so does what an optimizer keeps.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
+from lightning_cp.blocks import WrapPolicy, find_blocks
 from lightning_cp.compat import (
     can_reduce_unused,
     follow_requires_grad,
@@ -35,9 +35,6 @@ from lightning_cp.errors import ConfigError
 from lightning_cp.gradients import average
 from lightning_cp.materialize import Made, check_materials, has_meta, materialize
 from lightning_cp.mesh import ParameterMesh
-
-WrapPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
-"""Which modules are gathered on their own: classes, or a function of a module."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +71,7 @@ def shard(
     sharding: Sharding,
     *,
     device: torch.device,
-    convert: Callable[[nn.Module], Any],
+    convert: Callable[[nn.Module], Any] | None = None,
 ) -> None:
     """Shard the parameters of a module over the ranks of a mesh, in place; a collective call.
 
@@ -89,13 +86,14 @@ def shard(
         mesh: the ranks; with tensor parallelism what is cut for it is cut already.
         sharding: how.
         device: of this rank.
-        convert: gives a block that was on "meta" the dtype that it is trained in.
+        convert: gives a block that was on "meta" the dtype that it is trained in, where that is
+            another one.
 
     Raises:
         ConfigError: on every rank alike, if a wrapped block shares a parameter with a module
             outside of it, or a module on "meta" cannot get values.
     """
-    blocks = _blocks(module, sharding.wrap)
+    blocks = find_blocks(module, sharding.wrap)
     check_materials(module)
     loose = {x for x in module.parameters() if x.ndim == 0}
     made: Made = {}
@@ -103,7 +101,8 @@ def shard(
     for part in (*blocks, module):
         if has_meta(part):
             materialize(part, device, made)
-            convert(part)
+            if convert is not None:
+                convert(part)
         new = [x for x in (*part.parameters(), *part.buffers()) if id(x) not in done]
         _move(new, device)
         _share_first(new, mesh)
@@ -320,48 +319,6 @@ def _share_first(tensors: list[Tensor], mesh: ParameterMesh) -> None:
     broadcast(whole, group=mesh["tensor_parallel"].get_group())
     for name in ("data_parallel_replicate", "data_parallel"):
         broadcast(tensors, group=mesh[name].get_group())
-
-
-def _blocks(module: nn.Module, wrap: WrapPolicy | None) -> list[nn.Module]:
-    """Modules to wrap, inner ones first."""
-    if wrap is None:
-        found = [part for part in _repeated(module) if not _shared(part, module)]
-    else:
-        chosen = wrap if callable(wrap) else _is_one_of(tuple(wrap))
-        found = [x for x in reversed(list(module.modules())) if x is not module and chosen(x)]
-        names = {part: name for name, part in module.named_modules()}
-        for part in found:
-            if _shared(part, module):
-                raise ConfigError(
-                    f"auto_wrap_policy: module {names[part]!r} shares a parameter with a module "
-                    f"outside of it, and they are gathered at different times; leave it out"
-                )
-    return [part for part in found if any(True for _ in part.parameters())]
-
-
-def _is_one_of(classes: tuple[type[nn.Module], ...]) -> Callable[[nn.Module], bool]:
-    return lambda part: isinstance(part, classes)
-
-
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The outermost blocks that a list or sequence holds more than one of."""
-    children = list(module.children())
-    listed = isinstance(module, nn.ModuleList | nn.Sequential)
-    counts = Counter(type(child) for child in children) if listed else Counter()
-    found: dict[nn.Module, None] = {}
-    for child in children:
-        callable_ = type(child).forward is not nn.Module.forward
-        blocks = [child] if counts[type(child)] > 1 and callable_ else _repeated(child)
-        found.update(dict.fromkeys(blocks))
-    return list(found)
-
-
-def _shared(part: nn.Module, root: nn.Module) -> bool:
-    """Whether a module outside of `part` has one of its parameters."""
-    inside = set(part.modules())
-    own = {id(x) for x in part.parameters()}
-    outside = (other for other in root.modules() if other not in inside)
-    return any(id(x) in own for other in outside for x in other.parameters(recurse=False))
 
 
 def _outside(module: nn.Module) -> Iterator[nn.Module]:

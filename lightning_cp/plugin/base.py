@@ -14,10 +14,10 @@ from typing_extensions import override
 
 from _lightning_cp_autoload import PRESETS
 from lightning_cp.balance import Balanced
+from lightning_cp.blocks import WrapPolicy
 from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
-from lightning_cp.fsdp import WrapPolicy
 from lightning_cp.materialize import has_meta
 from lightning_cp.plan import AllGather, Direct, Ring
 from lightning_cp.plugin.collectives import Collectives

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from lightning_cp import fsdp
+from lightning_cp.blocks import WrapPolicy
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError, ContextParallelWarning
 from lightning_cp.materialize import check_materials, has_meta, materialize
@@ -48,7 +49,7 @@ class Parts(Host):
     _config: Config
     _mesh: Mesh | None
     _timeout: Any
-    _wrap: fsdp.WrapPolicy | None
+    _wrap: WrapPolicy | None
     _policy: MixedPrecisionPolicy | None
     _offload: bool
     _layer_plan: LayerPlan | None
