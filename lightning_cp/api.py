@@ -74,10 +74,10 @@ class ContextParallel:
         world: size of the group.
         config: options.
         device_type: "cpu" or "cuda".
+        a2a: a second group of the same ranks, for swaps of heads for tokens; `group` if None.
 
     Raises:
-        ConfigError: if the overrides cannot be installed, or the layout is for another number of
-            ranks.
+        ConfigError: if overrides cannot be installed, or layout or exchange do not fit `world`.
     """
 
     def __init__(
@@ -89,12 +89,12 @@ class ContextParallel:
         world: int,
         config: Config | None = None,
         device_type: str = "cpu",
+        a2a: Any = None,
     ) -> None:
         self.config = config or Config()
         self.rank, self.world = rank, world
-        if isinstance(self.config.layout, Balanced):
-            self.config.layout.shares(world)
-        self.group, self.meta = group, meta
+        self.config.check(world)
+        self.group, self.meta, self.a2a = group, meta, a2a
         self._installation = Installation((device_type,))
         self._huggingface = HuggingFace()
         self._steps: Counter[str] = Counter()
@@ -145,6 +145,7 @@ class ContextParallel:
             rank=self.rank,
             world=self.world,
             group=self.group,
+            a2a=self.a2a,
             meta=self.meta,
             sequences={"sequence": part.sequence},
             exchange=self._exchange(),

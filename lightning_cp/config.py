@@ -6,11 +6,11 @@ from typing import Any
 
 from lightning_cp.balance import Balanced
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan import AllGather, Direct, Ring
+from lightning_cp.plan import AllGather, Direct, Exchange, Hybrid, Ring, Ulysses, schedule_of
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
-    "exchange": ("auto", "allgather", "direct", "ring"),
+    "exchange": ("auto", "allgather", "direct", "hybrid", "ring", "ulysses"),
     "attention_backend": ("auto", "cudnn", "efficient", "flash", "reference", "sdpa"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
@@ -25,8 +25,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 MADE: dict[str, tuple[tuple[type, ...], str]] = {
     "layout": ((Balanced,), ", or Balanced() of lightning_cp.balance"),
     "exchange": (
-        (AllGather, Direct, Ring),
-        ", or Direct(), Ring() or AllGather() of lightning_cp.plan",
+        (AllGather, Direct, Hybrid, Ring, Ulysses),
+        ", or Direct(), Ring(), AllGather(), Ulysses() or Hybrid() of lightning_cp.plan",
     ),
 }
 """Options that also take an object: its classes, and how a message calls them."""
@@ -43,7 +43,9 @@ class Config:
             `lightning_cp.balance.Balanced` with options.
         exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
-            "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.
+            "ulysses", none, ranks swap heads for tokens; "hybrid", neighbours swap heads and
+            blocks of them exchange keys; "auto"; or one of `lightning_cp.plan.Direct`, `Ring`,
+            `AllGather`, `Ulysses`, `Hybrid` with options.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
@@ -76,7 +78,7 @@ class Config:
     """
 
     layout: str | Balanced = "auto"
-    exchange: str | AllGather | Direct | Ring = "auto"
+    exchange: str | Exchange = "auto"
     overlap: bool = True
     attention_backend: str = "auto"
     documents: str = "auto"
@@ -139,6 +141,18 @@ class Config:
         """Whether gradients stay whole while they are accumulated: by itself up to stage 1."""
         wanted = self.accumulate_gradients
         return self.zero_stage < 2 if wanted == "auto" else wanted == "whole"
+
+    def check(self, world: int) -> None:
+        """Refuse a layout or an exchange for another number of ranks than `world`.
+
+        Raises:
+            ConfigError: if speeds of ranks are not as many, or blocks of ranks do not make up the
+                group.
+        """
+        if isinstance(self.layout, Balanced):
+            self.layout.shares(world)
+        if self.exchange != "auto":
+            schedule_of(self.exchange).block(world)
 
 
 def _is_integer(value: Any) -> bool:

@@ -20,6 +20,7 @@ class Mesh:
         topology: sizes of the axes.
         rank: global rank.
         cp: keys, values and their gradients travel here; also the sums of the loss.
+        cp_a2a: the same ranks: heads swapped for tokens.
         meta: gloo on the CPU: digests and error reports.
         grad: gradient all-reduces over every rank with the same part of the layers.
         dp: one rank of every virtual device: logged values and metrics.
@@ -30,6 +31,7 @@ class Mesh:
     topology: Topology
     rank: int
     cp: Any
+    cp_a2a: Any
     meta: Any
     grad: Any
     dp: Any
@@ -42,9 +44,18 @@ class Mesh:
 
     def close(self) -> None:
         """Give the groups back: their threads and files, which end with the last reference."""
-        for group in dict.fromkeys((self.cp, self.meta, self.grad, self.dp, self.device)):
+        for group in dict.fromkeys(
+            (
+                self.cp,
+                self.cp_a2a,
+                self.meta,
+                self.grad,
+                self.dp,
+                self.device,
+            )
+        ):
             dist.destroy_process_group(group)
-        self.cp = self.meta = self.grad = self.dp = self.device = None
+        self.cp = self.cp_a2a = self.meta = self.grad = self.dp = self.device = None
 
 
 def build_mesh(
@@ -71,13 +82,14 @@ def build_mesh(
         topology=topology,
         rank=rank,
         cp=cp,
+        cp_a2a=own("cp"),
         meta=meta,
         grad=own("dp_replicate", "dp_shard", "cp"),
         dp=own("dp_replicate", "dp_shard"),
         device=own("cp", "tp", backend="gloo") if topology.tp > 1 else meta,
     )
     if device.type != "cpu":
-        for group in (mesh.cp, mesh.grad, mesh.dp):
+        for group in (mesh.cp, mesh.cp_a2a, mesh.grad, mesh.dp):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
     return mesh
 

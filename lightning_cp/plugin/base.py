@@ -19,10 +19,11 @@ from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
 from lightning_cp.materialize import has_meta
-from lightning_cp.plan import AllGather, Direct, Ring
+from lightning_cp.plan import Exchange
 from lightning_cp.plugin.collectives import Collectives
 from lightning_cp.plugin.data import Loading
 from lightning_cp.plugin.flavor import Flavor
+from lightning_cp.plugin.launching import Launching, StartMethod, checked
 from lightning_cp.plugin.mixin import ContextParallelMixin
 from lightning_cp.plugin.parts import LayerPlan
 from lightning_cp.plugin.sharding import ShardedParameters
@@ -43,7 +44,9 @@ OTHERS = {
 """By package, where the other one finds its strategy."""
 
 
-class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Collectives, Host):
+class ContextParallelBase(
+    ContextParallelMixin, Loading, Launching, ShardedParameters, Collectives, Host
+):
     """Trains on sequences longer than one device can hold, with the user's module unchanged.
 
     A group of `context_parallel_size` ranks behaves like one bigger device: it reads the same
@@ -80,8 +83,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
             take less time. `lightning_cp.balance.Balanced` takes options.
         exchange: how keys and values travel: "direct" (exactly what a rank's queries see, from the
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
-            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or
-            "auto": direct. `lightning_cp.plan.Direct`, `Ring` and `AllGather` take options.
+            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles),
+            "ulysses" (each rank gets all tokens of a part of the heads), "hybrid" (ulysses among
+            neighbours, direct between blocks of them), or "auto": direct. `lightning_cp.plan` has
+            `Direct`, `Ring`, `AllGather`, `Ulysses` and `Hybrid`, which take options.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
@@ -131,6 +136,10 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
         find_unused_parameters: with zero_stage=0, let a backward leave parameters out, as with
             `toggle_optimizer` or a branch that is not taken; that of torch's
             DistributedDataParallel. With zero_stage=1 to 3 a backward may always do so.
+        start_method: how the Trainer starts the processes of a node where nobody else does:
+            "popen", the script again; "fork" or "spawn", by Python's multiprocessing, after which
+            the module in the process that started them has the parameters of the run; "auto",
+            "fork" in notebooks and other interactive sessions, else "popen".
         process_group_backend: backend of the default process group.
         timeout: how long a collective may wait.
 
@@ -155,10 +164,8 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
         accumulate_gradients: Literal["auto", "whole", "parts"] = "auto",
         layout: Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"]
         | Balanced = "auto",
-        exchange: Literal["auto", "allgather", "direct", "ring"]
-        | AllGather
-        | Direct
-        | Ring = "auto",
+        exchange: Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"]
+        | Exchange = "auto",
         overlap: bool = True,
         attention_backend: Literal[
             "auto", "cudnn", "efficient", "flash", "reference", "sdpa"
@@ -176,6 +183,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
         save_distributed_checkpoint: bool = False,
         verify: Literal["off", "first_batch"] = "off",
         find_unused_parameters: bool = False,
+        start_method: StartMethod = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -204,6 +212,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._forward_redirection = self._flavor.forward_redirection()
+        self._start_method = checked(start_method)
 
     def __repr__(self) -> str:
         """Says which Trainer takes it: one of the other package quotes this when it refuses it."""
@@ -211,42 +220,6 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Coll
             f"{type(self).__module__}.{type(self).__name__} for the Trainer of "
             f"{self._flavor.pytorch}; {OTHERS[self._flavor.pytorch]}"
         )
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ())
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's rank; called by the Trainer."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in self._flavor.rank_zero_decorators:
-            decorator.rank = self.global_rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and self.num_processes * self.num_nodes > 1:
-            self._launcher = self._flavor.script_launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
 
     @override
     def setup_environment(self) -> None:

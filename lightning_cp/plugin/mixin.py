@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.comm.failure import forget, report
@@ -26,7 +27,7 @@ from lightning_cp.metrics import GroupMetrics, Groups
 from lightning_cp.plugin.cutting import CutPlace
 from lightning_cp.plugin.logs import StepLogs
 from lightning_cp.plugin.seeds import StepSeeds, base_seed
-from lightning_cp.plugin.table import StartTable
+from lightning_cp.plugin.table import StartTable, attended
 from lightning_cp.plugin.writers import MutedWriters
 from lightning_cp.topology import Size, Topology
 from lightning_cp.verification import verify
@@ -53,6 +54,7 @@ class ContextParallelMixin:
     _verified: bool = False
     _muted: MutedWriters | None = None
     _place: CutPlace | None = None
+    _policy: MixedPrecisionPolicy | None = None
 
     @property
     def topology(self) -> Topology:
@@ -134,6 +136,7 @@ class ContextParallelMixin:
         if self.topology.cp > 1:
             self._parallel = ContextParallel(
                 self._mesh.cp,
+                a2a=self._mesh.cp_a2a,
                 meta=self._mesh.meta,
                 rank=self._mesh.coordinates.cp,
                 world=self.topology.cp,
@@ -204,7 +207,8 @@ class ContextParallelMixin:
             report(error)
             raise
         if self._table is not None and self._place is not None:
-            self._table.show(self._shard, self._place.words(whole, module.trainer._active_loop))
+            place = self._place.words(whole, module.trainer._active_loop)
+            self._table.show(self._shard, place, self._attended(module))
         return self._shard.batch
 
     def _compare_samples(self, code: int | None) -> None:
@@ -256,6 +260,10 @@ class ContextParallelMixin:
             self._failed(error)
             raise
         return loss
+
+    def _attended(self, module: torch.nn.Module) -> Tensor:
+        plugin, device = self.precision_plugin, self.root_device  # type: ignore[attr-defined]
+        return attended(module, plugin, self._policy, device)
 
     def _active(self) -> AbstractContextManager[None]:
         return nullcontext() if self._context is None else SLOT.activate(self._context)

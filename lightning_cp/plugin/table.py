@@ -1,13 +1,23 @@
 """The start table: what was resolved, printed once on the first rank."""
 
+from typing import Any
+
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
 from lightning_cp.context import Sequence
+from lightning_cp.errors import RefusedError
+from lightning_cp.kernels import FAMILY, KERNELS, resolve
 from lightning_cp.mesh import Mesh
 from lightning_cp.topology import Topology
+
+HEAD = 64
+"""Channels of a head that every kernel takes."""
 
 
 class StartTable:
@@ -21,22 +31,23 @@ class StartTable:
     def __init__(self, mesh: Mesh, config: Config) -> None:
         self._mesh, self._config, self._shown = mesh, config, mesh.rank != 0
 
-    def show(self, shard: Shard, place: str) -> None:
+    def show(self, shard: Shard, place: str, queries: Tensor) -> None:
         """Print the table, the first time and on global rank 0 only.
 
         Args:
             shard: the first batch.
             place: where it was cut.
+            queries: see `attended`.
         """
         if self._shown:
             return
         self._shown = True
         table = Table(title="context parallelism", show_header=False)
-        for name, value in self.rows(shard, place):
+        for name, value in self.rows(shard, place, queries):
             table.add_row(name, value)
         Console().print(table)
 
-    def rows(self, shard: Shard, place: str) -> list[tuple[str, str]]:
+    def rows(self, shard: Shard, place: str, queries: Tensor) -> list[tuple[str, str]]:
         """Names and values of the table."""
         topology, config, sequence = self._mesh.topology, self._config, shard.cut.sequence
         layout, length = sequence.layout, sequence.length
@@ -55,7 +66,7 @@ class StartTable:
             ("documents", f"{_documents(sequence)} (documents={config.documents!r})"),
             ("layout", _resolved(config.layout, shard.layout)),
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
-            ("attention kernel", _resolved(config.attention_backend, "sdpa")),
+            ("attention kernel", _kernel(config.attention_backend, queries)),
             ("loss", LOSSES[config.loss]),
             ("parameters", _parameters(config, topology)),
         ]
@@ -66,6 +77,41 @@ LOSSES = {
     "token_mean": "the step's means over local tokens, averaged by the tokens that count",
 }
 """What is said of the choices of `loss`."""
+
+
+def attended(
+    module: nn.Module, plugin: Any, policy: MixedPrecisionPolicy | None, device: torch.device
+) -> Tensor:
+    """An empty tensor `[1, 1, 1, D]` of the device and dtype of the queries of a step.
+
+    Args:
+        module: its first floating parameter has the dtype, where nothing else says one.
+        plugin: of the precision; autocast comes first.
+        policy: that of the user for sharded parameters.
+        device: of this rank.
+    """
+    with plugin.forward_context():
+        cast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if cast else None
+    dtype = dtype or (None if policy is None else policy.param_dtype)
+    floats = (x.dtype for x in module.parameters() if x.is_floating_point())
+    dtype = dtype or next(floats, torch.get_default_dtype())
+    return torch.empty(1, 1, 1, HEAD, device=device, dtype=dtype)
+
+
+def _kernel(given: str, queries: Tensor) -> str:
+    """The kernel for ordinary heads, and why the ones before it are passed over."""
+    try:
+        found = resolve(given, queries, queries)
+    except RefusedError as error:
+        return f"none: {error}"
+    name = next(name for name, kernel in KERNELS.items() if type(kernel) is type(found))
+    if given not in ("auto", "sdpa"):
+        return name
+    before = FAMILY[: FAMILY.index(name)]
+    reasons = [f"{x} {KERNELS[x].rejects(queries, queries)}" for x in before]
+    kind = f"{given}, for {str(queries.dtype).removeprefix('torch.')} on {queries.device.type}"
+    return f"{name} ({'; '.join([kind, *reasons])})"
 
 
 def _documents(sequence: Sequence) -> str:

@@ -36,7 +36,7 @@ class Seen(LanguageModel):
         self.groups = {p.device_mesh.get_group().group_name for p in self.parameters()}
         strategy: Any = self.trainer.strategy
         mesh = strategy._mesh
-        others = (dist.group.WORLD, mesh.cp, mesh.meta, mesh.grad)
+        others = (dist.group.WORLD, mesh.cp, mesh.cp_a2a, mesh.meta, mesh.grad)
         self.others = {group.group_name for group in others}
 
 
