@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data._utils import worker
@@ -52,6 +53,19 @@ def group_name(value: Any) -> str | None:
         return str(dist.ProcessGroup.unbox(value).group_name)
     except (RuntimeError, TypeError):
         return None
+
+
+def lone_mesh(device_type: str, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of one rank, with dimensions of these names, without process groups."""
+    mesh = DeviceMesh(
+        device_type,
+        torch.zeros((1,) * len(names), dtype=torch.int),
+        mesh_dim_names=names,
+        _init_backend=False,
+        _rank=0,
+    )
+    mesh._dim_group_names = []
+    return mesh
 
 
 def in_backward() -> bool:

@@ -27,6 +27,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data": ("check", "broadcast"),
     "shard_in": ("auto", "worker", "main"),
     "predict_gather": ("rank0_cpu", "all", "none"),
+    "accumulate_gradients": ("auto", "whole", "parts"),
 }
 """Allowed values of the options that name something."""
 
@@ -76,7 +77,11 @@ class Config:
             unless something needs whole batches.
         predict_gather: who gets whole rows of predictions: "rank0_cpu", the first rank of a group;
             "all"; or "none", every rank keeps its part.
-        zero_stage: 0, every rank holds all parameters; 3, every rank of the job holds a part.
+        zero_stage: what is in parts on the ranks: 0, nothing; 1, parameters and the state of
+            optimizers between steps; 2, also gradients; 3, also parameters between the forward and
+            the backward of a block.
+        accumulate_gradients: what gradients are in between the micro-steps of a step: "whole",
+            added up on every rank; "parts", added up over the ranks; "auto".
         verify: "first_batch" compares the first training step with that of one device; "off".
 
     Raises:
@@ -92,6 +97,7 @@ class Config:
     sequence_dims: Mapping[str, int | None] | None = None
     pad_to_multiple_of: int | None = None
     zero_stage: int = 0
+    accumulate_gradients: str = "auto"
     verify: str = "off"
     data: str = "check"
     shard_in: str = "auto"
@@ -105,10 +111,15 @@ class Config:
                 raise ConfigError(
                     f"{name}={value!r} is unknown; use one of {', '.join(allowed)}{made}"
                 )
-        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 3):
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in range(4):
             raise ConfigError(
-                f"zero_stage={self.zero_stage!r}: use 0 (every rank holds all parameters) or 3 "
-                f"(every rank holds a part of each); 1 and 2 are not available yet"
+                f"zero_stage={self.zero_stage!r}: use 0 (every rank holds everything), 1 (state of "
+                f"optimizers in parts), 2 (gradients, too) or 3 (parameters, too)"
+            )
+        if self.accumulate_gradients == "parts" and self.zero_stage < 2:
+            raise ConfigError(
+                f"accumulate_gradients='parts' keeps gradients in parts, which zero_stage="
+                f"{self.zero_stage} does not; use zero_stage=2 or 3, or leave it out"
             )
         whole = {"data": "broadcast", "verify": "first_batch"}
         for name, value in whole.items():
@@ -135,6 +146,12 @@ class Config:
                 f"sequence_dims={dims!r} must map field names to a dimension, or to None for a "
                 f"field that passes through, for example {{'tokens': 1}}"
             )
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients stay whole while they are accumulated: by itself up to stage 1."""
+        wanted = self.accumulate_gradients
+        return self.zero_stage < 2 if wanted == "auto" else wanted == "whole"
 
     def check(self, world: int) -> None:
         """Refuse a layout or an exchange for another number of ranks than `world`.

@@ -39,6 +39,7 @@ OPTIONS: dict[str, Any] = {
     "shard_in": "main",
     "predict_gather": "all",
     "zero_stage": 3,
+    "accumulate_gradients": "whole",
     "verify": "first_batch",
 }
 
@@ -122,7 +123,9 @@ def test_options_arrive():
         ("sequence_dims", {"tokens": "1"}, r"must map field names to a dimension"),
         ("sequence_dims", {0: 1}, r"must map field names to a dimension"),
         ("shard_in", "gpu", r"shard_in='gpu' .* auto, worker, main"),
-        ("zero_stage", 2, r"zero_stage=2: use 0 .* or 3 .*; 1 and 2 are not available yet"),
+        ("zero_stage", 4, r"zero_stage=4: use 0 .*, 1 .*, 2 .* or 3 "),
+        ("accumulate_gradients", "half", r"accumulate_gradients='half' .* auto, whole, parts"),
+        ("accumulate_gradients", "parts", r"'parts' .* zero_stage=0 does not; use zero_stage=2"),
     ],
 )
 def test_bad_option_is_refused_at_once(option, value, message):
@@ -214,7 +217,7 @@ def table(
         exchange="ring" if config.exchange == "auto" else config.exchange,
         kernel=config.attention_backend,
     )
-    groups: Any = dict.fromkeys(("cp", "cp_a2a", "meta", "grad", "dp"))
+    groups: Any = dict.fromkeys(("cp", "cp_a2a", "meta", "grad", "dp", "device"))
     mesh: Any = Mesh(topology=topology, rank=rank, **groups)
     digest: Any = None
     return StartTable(mesh, config), Shard(part.batch, context, part, layout, digest, True)

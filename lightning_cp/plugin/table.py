@@ -14,6 +14,7 @@ from lightning_cp.context import Sequence
 from lightning_cp.errors import RefusedError
 from lightning_cp.kernels import FAMILY, KERNELS, resolve
 from lightning_cp.mesh import Mesh
+from lightning_cp.topology import Topology
 
 HEAD = 64
 """Channels of a head that every kernel takes."""
@@ -54,8 +55,8 @@ class StartTable:
         samples = topology.dp * sequence.batch
         dummies = layout.length - length
         return [
-            ("data x context ranks", f"{topology.dp} x {topology.cp} = {topology.world}"),
-            ("context groups", "; ".join(str(list(g)) for g in topology.cp_groups())),
+            _ranks(topology),
+            ("context groups", "; ".join(str(list(g)) for g in topology.groups("cp"))),
             ("global batch", f"{samples} rows, {samples * length} tokens per micro-step"),
             ("fields cut (dim)", ", ".join(f"{name} ({dim})" for name, dim in dims.items())),
             ("cut", place),
@@ -67,7 +68,7 @@ class StartTable:
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
             ("attention kernel", _kernel(config.attention_backend, queries)),
             ("loss", LOSSES[config.loss]),
-            ("parameters", _parameters(config, topology.world)),
+            ("parameters", _parameters(config, topology)),
         ]
 
 
@@ -117,8 +118,16 @@ def _documents(sequence: Sequence) -> str:
     return "one per row" if sequence.documents is None else "by position_ids, kept apart"
 
 
-def _parameters(config: Config, world: int) -> str:
-    sharded = f"sharded over {world} ranks" if config.zero_stage else "all on every rank"
+def _ranks(topology: Topology) -> tuple[str, str]:
+    shared = topology.tp > 1
+    sizes = f"{topology.dp} x {topology.cp}" + (f" x {topology.tp}" if shared else "")
+    return f"data x context{' x tensor' if shared else ''} ranks", f"{sizes} = {topology.world}"
+
+
+def _parameters(config: Config, topology: Topology) -> str:
+    replicas = f" in {topology.dp_replicate} replicas" if topology.dp_replicate > 1 else ""
+    parts = topology.dp_shard * topology.cp
+    sharded = f"sharded over {parts} ranks{replicas}" if config.zero_stage else "all on every rank"
     return f"{sharded} (zero_stage={config.zero_stage})"
 
 
