@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -66,6 +67,20 @@ def lone_mesh(device_type: str, names: tuple[str, ...]) -> DeviceMesh:
     )
     mesh._dim_group_names = []
     return mesh
+
+
+def urgent_options(device_type: str, *, ctas: int, timeout: timedelta | None) -> Any:
+    """Options of an NCCL group whose kernels go first, on at most so many blocks of threads.
+
+    NCCL_MAX_CTAS in the environment wins over `ctas`. None for other devices than CUDA.
+    """
+    if device_type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def in_backward() -> bool:

@@ -28,6 +28,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "shard_in": ("auto", "worker", "main"),
     "predict_gather": ("rank0_cpu", "all", "none"),
     "accumulate_gradients": ("auto", "whole", "parts"),
+    "param_gather": ("auto", "fsdp", "early", "after_attention"),
 }
 """Allowed values of the options that name something."""
 
@@ -82,6 +83,8 @@ class Config:
             the backward of a block.
         accumulate_gradients: what gradients are in between the micro-steps of a step: "whole",
             added up on every rank; "parts", added up over the ranks; "auto".
+        param_gather: when the parameters of the next block are gathered: "fsdp", "early",
+            "after_attention", or "auto"; see `lightning_cp.gathers.Gathers`.
         verify: "first_batch" compares the first training step with that of one device; "off".
 
     Raises:
@@ -97,6 +100,7 @@ class Config:
     sequence_dims: Mapping[str, int | None] | None = None
     pad_to_multiple_of: int | None = None
     zero_stage: int = 0
+    param_gather: str = "auto"
     accumulate_gradients: str = "auto"
     verify: str = "off"
     data: str = "check"

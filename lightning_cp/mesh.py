@@ -8,8 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_cp.compat import lone_mesh
+from lightning_cp.compat import lone_mesh, urgent_options
 from lightning_cp.topology import Coordinates, Topology
+
+CTAS = 8
+"""Blocks of threads that a message of attention may take of a CUDA device; not tuned yet."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -64,8 +67,9 @@ def build_mesh(
     """Make every group of every role; a collective call for all ranks of the job.
 
     Each role has a communicator of its own even where the ranks are the same, so that traffic of
-    one role never queues behind another's. On devices whose backend makes connections lazily, a
-    warm-up all-reduce makes them here.
+    one role never queues behind another's. On CUDA the messages of attention go first, and leave
+    most of the device to its tiles; see `CTAS`. On devices whose backend makes connections lazily,
+    a warm-up all-reduce makes them here.
 
     Args:
         topology: sizes of the axes; its world is the default group's.
@@ -74,15 +78,16 @@ def build_mesh(
     """
     rank = dist.get_rank()
 
-    def own(*axes: str, backend: str | None = None) -> Any:
-        return _own_group(topology, axes, timeout=timeout, backend=backend)
+    def own(*axes: str, backend: str | None = None, urgent: bool = False) -> Any:
+        options = urgent_options(device.type, ctas=CTAS, timeout=timeout) if urgent else None
+        return _own_group(topology, axes, timeout=timeout, backend=backend, options=options)
 
-    cp, meta = own("cp"), own("cp", backend="gloo")
+    cp, meta = own("cp", urgent=True), own("cp", backend="gloo")
     mesh = Mesh(
         topology=topology,
         rank=rank,
         cp=cp,
-        cp_a2a=own("cp"),
+        cp_a2a=own("cp", urgent=True),
         meta=meta,
         grad=own("dp_replicate", "dp_shard", "cp"),
         dp=own("dp_replicate", "dp_shard"),
@@ -95,11 +100,16 @@ def build_mesh(
 
 
 def _own_group(
-    topology: Topology, axes: tuple[str, ...], *, timeout: timedelta | None, backend: str | None
+    topology: Topology,
+    axes: tuple[str, ...],
+    *,
+    timeout: timedelta | None,
+    backend: str | None,
+    options: Any = None,
 ) -> Any:
     """The group of this rank among those of some axes; all ranks make all of them."""
     rank, groups = dist.get_rank(), topology.groups(*axes)
-    made = [dist.new_group(list(ranks), timeout, backend) for ranks in groups]
+    made = [dist.new_group(list(ranks), timeout, backend, options) for ranks in groups]
     return next(g for g, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from lightning_cp.layout import contiguous
 from lightning_cp.mask import Mask
-from lightning_cp.plan import Direct, Hybrid, PlanKey, Sizes, group_load
+from lightning_cp.plan import Direct, Hybrid, PlanKey, Replicated, Sizes, group_load
 from tests._harness.planned import EXCHANGES, Case, cases
 
 SIZES = {"heads": 9, "kv_heads": 3, "head_dim": 5, "value_dim": 7}
@@ -18,7 +18,9 @@ def key_of(case: Case, exchange: str) -> PlanKey:
 
 
 @pytest.mark.parametrize(
-    "exchange", [*EXCHANGES, Direct(half_grads=True), Hybrid(half_grads=True)], ids=str
+    "exchange",
+    [*EXCHANGES, Direct(half_grads=True), Hybrid(half_grads=True), Replicated()],
+    ids=str,
 )
 @given(case=cases())
 def test_work_and_bytes_are_those_of_the_plans(exchange, case):

@@ -40,6 +40,7 @@ OPTIONS: dict[str, Any] = {
     "predict_gather": "all",
     "zero_stage": 3,
     "accumulate_gradients": "whole",
+    "param_gather": "early",
     "verify": "first_batch",
 }
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from lightning_cp.plan.build import PlanKey, demand_of, schedule_of
 from lightning_cp.plan.memory import Sizes
+from lightning_cp.plan.replicated import Replicated
 from lightning_cp.plan.switch import Switch, blocks, switch_of
 from lightning_cp.plan.tiles import cut
 from lightning_cp.spans import Piece, total
@@ -59,7 +60,7 @@ class GroupLoad(NamedTuple):
         rows = switch.rows(sizes, half_grads=self.half_grads)
         there = [rows.inputs, rows.saved] if backward else [rows.inputs]
         back = rows.grads if backward else rows.results
-        return sum(switch.crossing(own, row)[1] for row in there) + switch.crossing(own, back)[0]
+        return sum(switch.crossing(own, row)[1] for row in there) + switch.returning(own, back)[1]
 
 
 @lru_cache(maxsize=64)
@@ -71,9 +72,11 @@ def group_load(key: PlanKey) -> GroupLoad:
     """
     q_layout, kv_layout, mask, _, exchange = key
     schedule, world = schedule_of(exchange), key.q_layout.world
-    size = schedule.block(world)
+    size, replicated = schedule.block(world), isinstance(schedule, Replicated)
     switches = tuple(
-        switch_of(q_layout, kv_layout, rank=rank, size=size) for rank in range(world) if size > 1
+        switch_of(q_layout, kv_layout, rank=rank, size=size, replicated=replicated)
+        for rank in range(world)
+        if size > 1
     )
     q_layout, kv_layout = blocks(q_layout, size), blocks(kv_layout, size)
     demand = demand_of(q_layout, kv_layout, mask)

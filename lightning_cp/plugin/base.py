@@ -26,13 +26,17 @@ from lightning_cp.plugin.flavor import Flavor
 from lightning_cp.plugin.launching import Launching, StartMethod, checked
 from lightning_cp.plugin.mixin import ContextParallelMixin
 from lightning_cp.plugin.parts import LayerPlan
-from lightning_cp.plugin.sharding import ShardedParameters
+from lightning_cp.plugin.windows import GatherWindows
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
 else:
     Host = object  # a concrete class brings the ParallelStrategy of its package
+
+Layouts = Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"] | Balanced
+Exchanges = Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"] | Exchange
+Backends = Literal["auto", "cudnn", "efficient", "flash", "reference", "sdpa"]
 
 OTHERS = {
     name: f"that of {other} takes lightning_cp.plugin.{module}.ContextParallelStrategy"
@@ -45,7 +49,7 @@ OTHERS = {
 
 
 class ContextParallelBase(
-    ContextParallelMixin, Loading, Launching, ShardedParameters, Collectives, Host
+    ContextParallelMixin, Loading, Launching, GatherWindows, Collectives, Host
 ):
     """Trains on sequences longer than one device can hold, with the user's module unchanged.
 
@@ -127,6 +131,10 @@ class ContextParallelBase(
         mp_policy: with zero_stage=1 to 3, dtypes of gathered parameters and reduced gradients; None
             computes what the precision of the Trainer does on one device, and averages gradients
             of half-precision parameters in float32.
+        param_gather: when the parameters of the next block are gathered: "fsdp", in torch's own
+            order; "early", when a block begins, forward and backward; "after_attention", when its
+            attention has been queued, so that its linear layers hide the gather and its keys do
+            not meet it; "auto", after the first step what is predicted to be fastest for its sizes.
         cpu_offload: with zero_stage=1 to 3, keep the parts, and the state that optimizers make of
             them, in the memory of the CPU.
         save_distributed_checkpoint: with zero_stage=1 to 3, every rank writes its parts into a
@@ -163,14 +171,10 @@ class ContextParallelBase(
         tensor_parallel_plan: LayerPlan | None = None,
         zero_stage: int = 0,
         accumulate_gradients: Literal["auto", "whole", "parts"] = "auto",
-        layout: Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"]
-        | Balanced = "auto",
-        exchange: Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"]
-        | Exchange = "auto",
+        layout: Layouts = "auto",
+        exchange: Exchanges = "auto",
         overlap: bool = True,
-        attention_backend: Literal[
-            "auto", "cudnn", "efficient", "flash", "reference", "sdpa"
-        ] = "auto",
+        attention_backend: Backends = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
         sequence_dims: dict[str, int | None] | None = None,
@@ -180,6 +184,7 @@ class ContextParallelBase(
         predict_gather: Literal["rank0_cpu", "all", "none"] = "rank0_cpu",
         auto_wrap_policy: WrapPolicy | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
+        param_gather: Literal["auto", "fsdp", "early", "after_attention"] = "auto",
         cpu_offload: bool = False,
         save_distributed_checkpoint: bool = False,
         verify: Literal["off", "first_batch"] = "off",
@@ -203,17 +208,18 @@ class ContextParallelBase(
             predict_gather=predict_gather,
             zero_stage=zero_stage,
             accumulate_gradients=accumulate_gradients,
+            param_gather=param_gather,
             verify=verify,
         )
         self._wrap, self._policy, self._offload = auto_wrap_policy, mp_policy, cpu_offload
         self._replicate_size, self._tp_size = data_parallel_replicate_size, tensor_parallel_size
         self._distributed_checkpoint = save_distributed_checkpoint
         self._find_unused, self._layer_plan = find_unused_parameters, tensor_parallel_plan
+        self._start_method = checked(start_method)
         self._check_options()
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._forward_redirection = self._flavor.forward_redirection()
-        self._start_method = checked(start_method)
 
     def __repr__(self) -> str:
         """Says which Trainer takes it: one of the other package quotes this when it refuses it."""
@@ -263,6 +269,7 @@ class ContextParallelBase(
         self.model_to_device()
         if self._shards:
             self._shard_parameters(trainer)
+            self._open_window(self.model)
         if fitting:
             self.model = self._setup_model(self.model)
             self.setup_optimizers(trainer)
@@ -339,10 +346,12 @@ class ContextParallelBase(
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed(exception)
+        self._close_window(failed=True)
         self._stop_parallel()
 
     @override
     def teardown(self) -> None:
+        self._close_window()
         self._stop_parallel()
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):

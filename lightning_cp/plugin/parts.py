@@ -96,6 +96,7 @@ class Parts(Host):
             "auto_wrap_policy": self._wrap is not None,
             "mp_policy": self._policy is not None,
             "cpu_offload": self._offload,
+            "param_gather": self._config.param_gather != "auto",
             "save_distributed_checkpoint": self._distributed_checkpoint,
             "data_parallel_replicate_size": self._replicate_size != 1,
         }
