@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelStrategy, functional
+from lightning_cp import ContextParallelStrategy, checkpoint_policy, functional
 from lightning_cp.fsdp import whole
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
 from tests._harness.text import text
@@ -42,7 +42,7 @@ class Case:
         positions: what the model does without position_ids: plain arange, or the public function.
         heads: query heads, 4 channels each.
         kv_heads: key heads.
-        recomputed: what is computed again in the backward.
+        recomputed: what is computed again in the backward; of "kept" blocks not the attention.
         optimisation: by the Trainer, by hand, or by hand with one backward for two batches.
         shuffle: what the user asked of the loader.
         momentum: of SGD.
@@ -61,7 +61,7 @@ class Case:
     positions: Literal["arange", "functional"] = "arange"
     heads: int = 4
     kv_heads: int = 4
-    recomputed: Literal["nothing", "blocks", "everything"] = "nothing"
+    recomputed: Literal["nothing", "blocks", "kept", "everything"] = "nothing"
     optimisation: Literal["automatic", "manual", "delayed"] = "automatic"
     shuffle: bool = False
     momentum: float = 0.0
@@ -197,6 +197,9 @@ class GPT(nn.Module):
         for block in self.blocks:
             if self.case.recomputed == "blocks":
                 x = checkpoint(block, x, mask, use_reentrant=False)
+            elif self.case.recomputed == "kept":
+                policy = checkpoint_policy()
+                x = checkpoint(block, x, mask, use_reentrant=False, context_fn=policy)
             else:
                 x = block(x, mask)
         logits: Tensor = self.head(x)
