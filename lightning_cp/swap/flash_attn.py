@@ -31,7 +31,6 @@ MARK = 0x6C63702E706C616E
 """First element of a random state of which the second is the handle of a plan."""
 
 UNKNOWN = {
-    "alibi_slopes": "a bias on the scores (ALiBi)",
     "block_table": "a paged cache of keys",
     "leftpad_k": "padding on the left of keys",
     "seqused_k": "keys that are not used",
@@ -148,24 +147,33 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Output, LSE and handle of attention over the whole sequence; `[B, H, S, D]`."""
     before, after = call["window_size_left"], call["window_size_right"]
+    slopes = call["alibi_slopes"]
     with _named(context):
         _refuse(call)
-        if call["causal"] or max(before, after) >= 0:
+        if call["causal"] or slopes is not None or max(before, after) >= 0:
             lengths = [context.sequence_of(x.shape[2]).length for x in (q, k)]
             if lengths[0] != lengths[1]:
                 raise RefusedError(
-                    f"flash_attn aligns causality and windows at the last of {lengths[0]} queries "
-                    f"and {lengths[1]} keys, context parallelism at the first; leave them off "
-                    f"between sequences of different lengths"
+                    f"flash_attn aligns causality, windows and slopes at the last of {lengths[0]} "
+                    f"queries and {lengths[1]} keys, context parallelism at the first; leave them "
+                    f"off between sequences of different lengths"
                 )
         return forward_implementation(
-            q, k, v, bool(call["causal"]), call["softmax_scale"], max(before, -1), max(after, -1)
+            q,
+            k,
+            v,
+            bool(call["causal"]),
+            call["softmax_scale"],
+            max(before, -1),
+            max(after, -1),
+            softcap=max(call["softcap"], 0.0),
+            slopes=slopes,
         )
 
 
 def _differentiate(
     call: Call, rows: Mapping[str, Tensor], lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     with _deterministic(call["deterministic"]):
         return backward_implementation(
             rows["dout"],
@@ -176,7 +184,9 @@ def _differentiate(
             lse,
             torch.tensor(handle),
             call["softmax_scale"],
-        )
+            softcap=max(call["softcap"], 0.0),
+            slopes=call["alibi_slopes"],
+        )[:3]
 
 
 def _refuse(call: Call) -> None:
@@ -186,10 +196,11 @@ def _refuse(call: Call) -> None:
             f"(a rank would repeat or skip random numbers); set the attention dropout to 0, other "
             f"dropout may stay"
         )
-    if call["softcap"] > 0:
+    slopes = call["alibi_slopes"]
+    if slopes is not None and slopes.ndim != 1:
         raise RefusedError(
-            f"a soft cap on the scores (softcap={call['softcap']}) is not supported under context "
-            f"parallelism"
+            f"alibi_slopes of shape {tuple(slopes.shape)} for every row its own are not supported "
+            f"under context parallelism; pass one number for each query head, [H]"
         )
     for name, what in UNKNOWN.items():
         if call.get(name) is not None:

@@ -99,7 +99,8 @@ def _scores(q: Tensor, k: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]
     n, m = scores.shape[-2:]
     distance = torch.arange(m) - torch.arange(n)[:, None] - (m - n)
     if call["alibi_slopes"] is not None:
-        scores = scores - call["alibi_slopes"][..., None, None] * distance.abs()
+        slopes = call["alibi_slopes"].to(scores.dtype)
+        scores = scores - slopes[..., None, None] * distance.abs()
     left, right = call["window_size_left"], 0 if call["causal"] else call["window_size_right"]
     hidden = torch.zeros(n, m, dtype=torch.bool)
     if left >= 0:

@@ -106,6 +106,11 @@ CASES = {
     "bidirectional": Case(func, {"deterministic": True}),
     "window": Case(func, {"causal": True, "window_size": (4, 0)}),
     "two-sided": Case(func, {"window_size": (3, 2), "softmax_scale": 0.7}),
+    "softcap": Case(func, {"causal": True, "softcap": 0.8}),
+    "slopes": Case(func, {"causal": True, "alibi_slopes": torch.tensor([0.5, 0.25, 0.1, 0.0])}),
+    "slopes in documents": Case(
+        whole, {"softcap": 2.0, "alibi_slopes": torch.full([HEADS], 0.3)}, documents=True
+    ),
     "kvpacked": Case(kvpacked, {"causal": True}),
     "qkvpacked": Case(qkvpacked, {"window_size": (5, -1)}),
     "lse": Case(lse, {"causal": True}),
@@ -286,8 +291,7 @@ def _cache(package: Any, q: Tensor, k: Tensor, v: Tensor, batch: Batch, _: Optio
 
 REFUSALS: dict[str, tuple[Callable[..., Tensor], bool, str]] = {
     "dropout": (_with(dropout_p=0.1), False, r"attention dropout of 0.1"),
-    "softcap": (_with(softcap=5.0), False, r"softcap=5.0"),
-    "slopes": (_with(alibi_slopes=torch.ones(HEADS)), False, r"\(alibi_slopes\)"),
+    "slopes": (_with(alibi_slopes=torch.ones(2, HEADS)), False, r"alibi_slopes of shape \(2, 4\)"),
     "lengths": (_at(0, 3, 22), False, r"lengths \[0, 3, 22\] of this call.*position_ids \[B, S\]"),
     "rows in place of documents": (_at(0, 22, 44), True, r"lengths \[0, 22, 44\]"),
     "paged": (_at(0, 11, 22, block_table=torch.zeros(1)), False, r"\(block_table\)"),
