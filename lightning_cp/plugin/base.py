@@ -92,8 +92,8 @@ class ContextParallelBase(
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
             fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
-            of these two or "cudnn" by name, "reference" (plain maths, slow), or
-            "auto": sdpa.
+            of these two, "cudnn" or "flash_attn" by name, "reference" (plain maths, slow), or
+            "auto": sdpa, with flash_attn where "flash" does not fit.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -169,7 +169,7 @@ class ContextParallelBase(
         | Exchange = "auto",
         overlap: bool = True,
         attention_backend: Literal[
-            "auto", "cudnn", "efficient", "flash", "reference", "sdpa"
+            "auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"
         ] = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",

@@ -12,7 +12,7 @@ from lightning_cp.api import Shard
 from lightning_cp.config import Config
 from lightning_cp.context import Context, Sequence
 from lightning_cp.errors import RefusedError
-from lightning_cp.kernels import FAMILY, KERNELS, resolve
+from lightning_cp.kernels import AUTO, FAMILY, KERNELS, resolve
 from lightning_cp.mesh import Mesh
 from lightning_cp.recomputation import described
 from lightning_cp.topology import Topology
@@ -110,7 +110,8 @@ def _kernel(given: str, queries: Tensor) -> str:
     name = next(name for name, kernel in KERNELS.items() if type(kernel) is type(found))
     if given not in ("auto", "sdpa"):
         return name
-    before = FAMILY[: FAMILY.index(name)]
+    tried = AUTO if given == "auto" else FAMILY
+    before = tried[: tried.index(name)]
     reasons = [f"{x} {KERNELS[x].rejects(queries, queries)}" for x in before]
     kind = f"{given}, for {str(queries.dtype).removeprefix('torch.')} on {queries.device.type}"
     return f"{name} ({'; '.join([kind, *reasons])})"

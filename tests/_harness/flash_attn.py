@@ -2,7 +2,8 @@
 
 Names, arguments, defaults, shapes and dtypes are those that the package documents; `SIGNATURES` and
 `SCHEMAS` write them down, and a test compares them where the real package is installed. The maths
-is plain. What the CUDA sources require of sizes and dtypes of lengths is asserted.
+is plain. What the CUDA sources require of sizes and dtypes of lengths is asserted; a window as wide
+as the longest sequence is none, as it is there.
 
 Legend: B batch, S rows, N tokens of all sequences, H query heads, K key heads, D head size.
 """
@@ -102,6 +103,8 @@ def _scores(q: Tensor, k: Tensor, call: dict[str, Any]) -> tuple[Tensor, Tensor]
         slopes = call["alibi_slopes"].to(scores.dtype)
         scores = scores - slopes[..., None, None] * distance.abs()
     left, right = call["window_size_left"], 0 if call["causal"] else call["window_size_right"]
+    longest = call.get("max_seqlen_k", m)
+    left, right = (-1 if side >= longest else side for side in (left, right))
     hidden = torch.zeros(n, m, dtype=torch.bool)
     if left >= 0:
         hidden |= distance < -left

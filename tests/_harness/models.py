@@ -195,11 +195,9 @@ class GPT(nn.Module):
             mask = torch.ones(size, size, dtype=torch.bool).tril() & attention_mask.bool()[:, None]
             mask = (mask | torch.eye(size, dtype=torch.bool))[:, None]
         for block in self.blocks:
-            if self.case.recomputed == "blocks":
-                x = checkpoint(block, x, mask, use_reentrant=False)
-            elif self.case.recomputed == "kept":
-                policy = checkpoint_policy()
-                x = checkpoint(block, x, mask, use_reentrant=False, context_fn=policy)
+            if self.case.recomputed in ("blocks", "kept"):
+                keep = {"context_fn": checkpoint_policy()} if self.case.recomputed == "kept" else {}
+                x = checkpoint(block, x, mask, use_reentrant=False, **keep)
             else:
                 x = block(x, mask)
         logits: Tensor = self.head(x)
