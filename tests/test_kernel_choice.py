@@ -70,9 +70,9 @@ def test_resolve_on_older_devices(device: Any) -> None:
     assert str(error.value) == (
         "attention_backend='auto': the sdpa kernel has no path for cuda tensors; the flash kernel "
         "needs compute capability 8.0, this device has 7.5; the flash_attn kernel needs the "
-        "package flash-attn, from 2.7 on, which is not installed; the efficient kernel needs compute "
-        "capability 8.0, this device has 7.5; attention_backend='reference' computes anything, "
-        "slowly"
+        "package flash-attn, from 2.7 on, which is not installed; the efficient kernel needs "
+        "compute capability 8.0, this device has 7.5; attention_backend='reference' computes "
+        "anything, slowly"
     )
 
 

@@ -58,8 +58,11 @@ def has_override(name: str, key: str) -> bool:
 def override(
     name: str, key: str, kernel: Callable[..., Any], *, namespace: str = "aten"
 ) -> Callable[[], None]:
-    """Register a kernel at a dispatch key; returns what removes it again."""
-    library = torch.library.Library(namespace, "IMPL")
+    """Register a kernel at a dispatch key; returns what removes it again.
+
+    It is never compiled itself, where a compiler has given up the code that calls it.
+    """
+    library, kernel = torch.library.Library(namespace, "IMPL"), torch.compiler.disable(kernel)
     with warnings.catch_warnings():  # where there is a kernel, which comes back with removal
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         library.impl(name, kernel, key)

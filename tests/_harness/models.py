@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_cp import ContextParallelStrategy, checkpoint_policy, functional
@@ -196,8 +196,8 @@ class GPT(nn.Module):
             mask = (mask | torch.eye(size, dtype=torch.bool))[:, None]
         for block in self.blocks:
             if self.case.recomputed in ("blocks", "kept"):
-                keep = {"context_fn": checkpoint_policy()} if self.case.recomputed == "kept" else {}
-                x = checkpoint(block, x, mask, use_reentrant=False, **keep)
+                keep = checkpoint_policy() if self.case.recomputed == "kept" else noop_context_fn
+                x = checkpoint(block, x, mask, use_reentrant=False, context_fn=keep)
             else:
                 x = block(x, mask)
         logits: Tensor = self.head(x)
