@@ -20,7 +20,7 @@ from lightning_cp.plan import (
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
     "exchange": ("auto", "allgather", "direct", "hybrid", "ring", "ulysses"),
-    "attention_backend": ("auto", "cudnn", "efficient", "flash", "reference", "sdpa"),
+    "attention_backend": ("auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
     "loss": ("auto", "token_mean"),
@@ -61,8 +61,8 @@ class Config:
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
-            (that for CPUs, "flash", "efficient"); one of these or "cudnn" by name; "reference";
-            or "auto", which is "sdpa".
+            (that for CPUs, "flash", "efficient"); one of these, "cudnn" or "flash_attn" by name;
+            "reference"; or "auto", "sdpa" with "flash_attn" after "flash".
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers

@@ -36,7 +36,7 @@ else:
 
 Layouts = Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"] | Balanced
 Exchanges = Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"] | Exchange
-Backends = Literal["auto", "cudnn", "efficient", "flash", "reference", "sdpa"]
+Backends = Literal["auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"]
 
 OTHERS = {
     name: f"that of {other} takes lightning_cp.plugin.{module}.ContextParallelStrategy"
@@ -96,8 +96,8 @@ class ContextParallelBase(
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
             fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
-            of these two or "cudnn" by name, "reference" (plain maths, slow), or
-            "auto": sdpa.
+            of these two, "cudnn" or "flash_attn" by name, "reference" (plain maths, slow), or
+            "auto": sdpa, with flash_attn where "flash" does not fit.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers

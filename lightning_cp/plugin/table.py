@@ -10,10 +10,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
-from lightning_cp.context import Sequence
+from lightning_cp.context import Context, Sequence
 from lightning_cp.errors import RefusedError
-from lightning_cp.kernels import FAMILY, KERNELS, resolve
+from lightning_cp.kernels import AUTO, FAMILY, KERNELS, resolve
 from lightning_cp.mesh import Mesh
+from lightning_cp.recomputation import described
 from lightning_cp.topology import Topology
 
 HEAD = 64
@@ -67,6 +68,7 @@ class StartTable:
             ("layout", _resolved(config.layout, shard.layout)),
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
             ("attention kernel", _kernel(config.attention_backend, queries)),
+            ("recomputation", _recomputation(shard.context)),
             ("loss", LOSSES[config.loss]),
             ("parameters", _parameters(config, topology)),
         ]
@@ -108,7 +110,8 @@ def _kernel(given: str, queries: Tensor) -> str:
     name = next(name for name, kernel in KERNELS.items() if type(kernel) is type(found))
     if given not in ("auto", "sdpa"):
         return name
-    before = FAMILY[: FAMILY.index(name)]
+    tried = AUTO if given == "auto" else FAMILY
+    before = tried[: tried.index(name)]
     reasons = [f"{x} {KERNELS[x].rejects(queries, queries)}" for x in before]
     kind = f"{given}, for {str(queries.dtype).removeprefix('torch.')} on {queries.device.type}"
     return f"{name} ({'; '.join([kind, *reasons])})"
@@ -116,6 +119,10 @@ def _kernel(given: str, queries: Tensor) -> str:
 
 def _documents(sequence: Sequence) -> str:
     return "one per row" if sequence.documents is None else "by position_ids, kept apart"
+
+
+def _recomputation(context: Context) -> str:
+    return described(None if context.module is None else context.module())
 
 
 def _ranks(topology: Topology) -> tuple[str, str]:

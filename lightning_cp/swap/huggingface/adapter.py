@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_cp.context import SLOT
 from lightning_cp.swap.huggingface.attention import Attention
-from lightning_cp.swap.huggingface.inputs import fill_inputs, pool_first, refuse_rescaling
+from lightning_cp.swap.huggingface.inputs import filling, pool_first, refuse_rescaling
 from lightning_cp.swap.huggingface.losses import shifting_globally, shifts
 from lightning_cp.swap.huggingface.models import is_own, loaded, pools_first, pretrained
 
@@ -69,7 +69,7 @@ class HuggingFace:
 
     def _hook(self, part: nn.Module, is_model: bool) -> None:
         if is_model:
-            hook = part.register_forward_pre_hook(fill_inputs, with_kwargs=True)
+            hook = part.register_forward_pre_hook(filling(part), with_kwargs=True)
             self._undo.append(hook.remove)
             loss = vars(part).get("_loss_function")
             if loss is not None and shifts(loss):

@@ -1,5 +1,7 @@
 """Inputs that a model would otherwise make for itself from the local length."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +20,19 @@ LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def filling(model: nn.Module) -> Callable[..., Call | None]:
+    """The pre-hook of a model, see `fill_inputs`; what sources say is read now, not in graphs."""
+    return partial(fill_inputs, names=parameters(model), counts=makes_positions(model))
+
+
+def fill_inputs(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    names: tuple[str, ...],
+    counts: bool,
+) -> Call | None:
     """Pre-hook of a `PreTrainedModel`: in a context, positions are global and no cache is made.
 
     Where the forward takes `position_ids` or `cache_position` and the caller gave none, they are
@@ -29,6 +43,8 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         module: the model.
         args: positional arguments of the call.
         kwargs: its other arguments.
+        names: of the parameters of its forward.
+        counts: whether the model makes positions of its own.
 
     Returns:
         The arguments of the call, None where nothing changes.
@@ -39,7 +55,6 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     context = SLOT.current
     if context is None:
         return None
-    names = parameters(module)
     given = dict(zip(names, args, strict=False)) | kwargs
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -49,7 +64,7 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     size = tokens.shape[1]
     positions = functional.positions(size, device=tokens.device)
     fills: dict[str, Any] = {"cache_position": positions}
-    if not makes_positions(module):
+    if not counts:
         fills["position_ids"] = positions.unsqueeze(0)
     table = getattr(getattr(module, "embeddings", None), "token_type_ids", None)
     if isinstance(table, Tensor):
