@@ -113,6 +113,7 @@ class Answer:
                 "pairs": found.work[rank],
                 "work_over_share": found.work[rank] / (share * pairs),
                 "keys_received": found.received[rank],
+                "keys_served": found.served[rank],
                 "bytes_received": found.received[rank] * self.question.key_bytes,
                 "fragments": found.fragments[rank],
                 "compute_ms": 1e3 * compute[rank],
