@@ -18,9 +18,7 @@ from lightning_cp.balance import (
     Loads,
     Padding,
     Piece,
-    Work,
     balanced,
-    fastest,
     layout_of,
     least_received,
     loads,
@@ -188,21 +186,6 @@ def test_a_cost_model_chooses_by_time() -> None:
     by_bytes, by_link, by_work = plan(row), plan(row, slow), plan(row, quick)
     assert max(loads(row, by_link).received) <= max(loads(row, by_bytes).received)
     assert quick.step(loads(row, by_work)) <= quick.step(loads(row, by_bytes))
-
-
-def test_the_fastest_layout_of_a_row() -> None:
-    names = ("zigzag", "contiguous", "balanced")
-    cost = CostModel()
-
-    def chosen(lengths: tuple[int, ...], work: Work, cost: CostModel = cost) -> str:
-        return fastest(names, lengths, 4, work, cost)
-
-    assert chosen((50000,), Causal()) == "zigzag"
-    assert chosen((50000,), Banded(None, None)) == "zigzag"  # as fast as contiguous
-    assert chosen((20000, 9000, 9000, 3000), Causal()) == "balanced"
-    assert chosen((4000,) * 8, Causal()) == "zigzag"  # two whole documents each
-    slow = CostModel(bandwidth=1e5)
-    assert chosen((50000, 100), Banded(9, 0), slow) == "contiguous"
 
 
 def test_the_slowest_rank_counts_where_about_the_same_travels() -> None:

@@ -79,13 +79,13 @@ class Problem:
     def excess(self, work: Sequence[int], tokens: Sequence[int]) -> float:
         """By how much the rank that is worst is over a cap, in shares; 0 where all are within."""
         over = [0.0]
-        for total, loads, cap in (
+        for whole, loads, cap in (
             (self.pairs, work, self.caps[0]),
             (self.tokens, tokens, self.caps[1]),
         ):
-            if total:
+            if whole:
                 over += [
-                    load / (share * total) - cap
+                    load / (share * whole) - cap
                     for load, share in zip(loads, self.shares, strict=True)
                 ]
         worst = max(over)
