@@ -14,6 +14,7 @@ from lightning_cp.plan import (
     Call,
     Direct,
     Plan,
+    Ulysses,
     build_plan,
     known_calls,
     quickest,
@@ -64,6 +65,22 @@ def test_the_price_of_two_ranks_by_hand() -> None:
     assert seconds(of_two(whole, 1), call, cost) == pytest.approx(expected)
 
 
+def test_swaps_of_heads_have_a_price() -> None:
+    layout = layout_of("contiguous", (8,), 2)
+    call = Call(heads=4, kv_heads=2, head_dim=1, value_dim=1, itemsize=2)
+    plan = build_plan(layout, layout, Mask(8, 8), rank=0, exchange=Ulysses(head_chunks=1))
+    calls = CostModel(pair=0.0, token=0.0, tile=0.0, latency=5.0, bandwidth=1e30)
+    # Inputs and results; inputs, output with its gradient, and gradients: with one other rank.
+    assert seconds(plan, call, calls) == pytest.approx(5 * (2 + 3))
+    pairs = CostModel(pair=4.0, token=0.0, tile=0.0, latency=0.0, bandwidth=1e30)
+    assert seconds(plan, call, pairs) == pytest.approx(4 * 36 * 2 / 4)  # two of four heads
+    link = CostModel(pair=0.0, token=0.0, tile=0.0, latency=0.0, bandwidth=2.0)
+    traffic = plan.traffic(heads=4, kv_heads=2, head_dim=1, itemsize=2)
+    expected = max(traffic.forward_sent, traffic.forward_received)
+    expected += max(traffic.backward_sent, traffic.backward_received)
+    assert seconds(plan, call, link) == pytest.approx(expected / 2)
+
+
 def test_tokens_tiles_and_messages_have_a_price() -> None:
     call = Call(heads=1, kv_heads=1, head_dim=1, value_dim=1, itemsize=2)
     plan = of_two(Direct(head_chunks=1), 1)
@@ -79,6 +96,7 @@ def test_tokens_tiles_and_messages_have_a_price() -> None:
 
 def test_the_quickest_layout_of_a_row() -> None:
     assert chosen((50000,)) == ("zigzag", "direct")
+    assert chosen((20000, 9000, 9000, 3000), exchanges=("direct",))[0] == "balanced"
     assert chosen((20000, 9000, 9000, 3000))[0] == "balanced"
     assert chosen((4000,) * 8)[0] == "zigzag"  # two whole documents each
     assert chosen((50000,), work=Banded(None, None))[0] == "zigzag"  # as fast as contiguous
@@ -113,8 +131,13 @@ class Magic:
     """An exchange in which nothing travels; wrong, but its plans say so."""
 
     head_chunks: int = 1
+    half_grads: bool = False
     name: ClassVar[str] = "magic"
     relay: ClassVar[bool] = False
+
+    def block(self, world: int) -> int:
+        """Heads stay where they are."""
+        return 1
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """None."""
@@ -130,7 +153,7 @@ def test_an_exchange_is_chosen_by_what_its_plans_say(monkeypatch: pytest.MonkeyP
     exchanges = (*EXCHANGES, "magic")
     assert chosen((512,), exchanges=exchanges) == ("zigzag", "magic")
 
-    def refused(plan: Plan, heads: int) -> str | None:
+    def refused(plan: Plan, heads: int, *, dropout: bool = False) -> str | None:
         return "too few heads" if plan.exchange == "magic" and heads < 9 else None
 
     monkeypatch.setattr(Plan, "rejects", refused)
@@ -139,8 +162,10 @@ def test_an_exchange_is_chosen_by_what_its_plans_say(monkeypatch: pytest.MonkeyP
     assert chosen((514,), exchanges=exchanges, calls=few)[1] == "direct"
 
 
-def test_an_exchange_that_needs_much_memory_is_left_out() -> None:
+def test_an_exchange_that_needs_much_memory_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gathering needs the whole sequence: more than twice of what two shards do, on 16 ranks."""
+    monkeypatch.setattr("lightning_cp.plan.choose.LEAST", 0.0)
+    quickest.cache_clear()
     call = Call(8, 8, 64, 64, 2)
     for world, expected in ((2, "allgather"), (16, "direct")):
         lengths = (world * 512,)

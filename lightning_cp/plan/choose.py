@@ -15,6 +15,9 @@ from lightning_cp.plan.schedule import Schedule
 NEARLY = 0.98
 """What comes later has to take at most this part of the time of what comes before."""
 
+LEAST = 1e-4
+"""Seconds of a layer that a choice has to save: below, latencies are not known that well."""
+
 MEMORY = 2.0
 """An exchange may need at most so many times the memory of the first one."""
 
@@ -75,7 +78,7 @@ def quickest(
             if found == NEVER or peak > most:
                 continue
             most = min(most, MEMORY * peak)
-            if best is None or found <= NEARLY * best.seconds:
+            if best is None or found <= min(NEARLY * best.seconds, best.seconds - LEAST):
                 best = Choice(index, exchange, found)
     return best or Choice(0, exchanges[0], NEVER)
 

@@ -11,6 +11,12 @@ from lightning_cp.plan.rounds import Round, Transfer
 FORWARD = 2 / 7
 """Part of the computing of a call that its forward does: 2 of 7 matrix products."""
 
+SWAPS, SWAPS_BACK = 2, 3
+"""Messages to each member of a block in a forward that swaps heads for tokens, and in a backward.
+
+Inputs and results; inputs, what the forward saved, and gradients.
+"""
+
 
 class Call(NamedTuple):
     """Sizes of an attention call but for its tokens.
@@ -67,7 +73,8 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
         cost: constants for all heads of such a call.
     """
     heads, kv_heads = plan.own_heads(call.heads, call.kv_heads)
-    groups = max(1, min(plan.head_chunks, kv_heads)) if len(plan.rounds) > 1 else 1
+    swaps = len(plan.switch.others) if plan.switch is not None else 0
+    groups = max(1, min(plan.head_chunks, kv_heads)) if swaps or len(plan.rounds) > 1 else 1
     scale = cost.pair * heads / call.heads / groups
     computing = [scale * _pairs(step, call.batch, cost.tile) for step in plan.rounds]
     traffic = plan.traffic(
@@ -83,9 +90,11 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
     back = max(traffic.backward_sent, traffic.backward_received)
     total = cost.token * plan.q_size * call.batch
     for part, size, backward in ((FORWARD, there, False), (1 - FORWARD, back, True)):
+        messages = [_messages(step, backward=backward) for step in plan.rounds]
+        messages[0] += swaps * (SWAPS_BACK if backward else SWAPS)
         links = [
-            wait / groups / cost.bandwidth + cost.latency * _messages(step, backward=backward)
-            for wait, step in zip(_by_round(moved, size), plan.rounds, strict=True)
+            wait / groups / cost.bandwidth + cost.latency * count
+            for wait, count in zip(_by_round(moved, size), messages, strict=True)
         ]
         stages = [(part * x, link) for x, link in zip(computing, links, strict=True)]
         total += _pipelined(stages * groups)

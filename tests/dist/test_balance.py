@@ -192,6 +192,7 @@ def run_exchanges(rank: int, world: int, differ: bool) -> tuple[list[str], list[
     with (
         patch("lightning_cp.api.EXCHANGES", offered),
         patch("lightning_cp.plan.choose.NEARLY", 100.0),
+        patch("lightning_cp.plan.choose.LEAST", -1.0),
         one_group(rank, world, documents="position_ids") as parallel,
     ):
         quickest.cache_clear()
