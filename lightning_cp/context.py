@@ -130,6 +130,7 @@ class Context:
         meta: CPU process group for checks.
         sequences: the named sequences of the batch.
         exchange: name of the schedule, or one with options.
+        layout: name of the layout, for people.
         kernel: name of the kernel, or "auto".
         overlap: let messages travel while tiles are computed.
         compare_calls: compare every attention call's signature over the group before its first
@@ -148,6 +149,7 @@ class Context:
     meta: Any
     sequences: Mapping[str, Sequence]
     exchange: str | Schedule
+    layout: str = ""
     kernel: str = "auto"
     overlap: bool = True
     compare_calls: bool = False

@@ -25,14 +25,12 @@ class Share(NamedTuple):
         rules: how batches are cut.
         rank: rank within the context-parallel group.
         world: size of the group.
-        exchange: name of the schedule, or one with options.
         calls: what the attention calls that are expected ask to see.
     """
 
     rules: Rules
     rank: int
     world: int
-    exchange: str | Schedule = "direct"
     calls: tuple[Visibility, ...] = (Visibility(),)
 
 
@@ -160,16 +158,17 @@ def sharded(
     )
 
 
-def planned(sequence: Sequence, share: Share) -> dict[PlanKey, Plan]:
+def planned(sequence: Sequence, share: Share, exchange: str | Schedule) -> dict[PlanKey, Plan]:
     """The plans of the attention calls that are expected on a batch, by what they are found by.
 
     Args:
         sequence: of the batch.
         share: how the batch was cut, and which calls are expected.
+        exchange: how keys and values travel.
     """
     layout = sequence.layout
     masks = [mask_of(sequence, sequence, call) for call in share.calls]
-    keys = [PlanKey(layout, layout, mask, share.rank, share.exchange) for mask in masks]
+    keys = [PlanKey(layout, layout, mask, share.rank, exchange) for mask in masks]
     return {key: key.build() for key in keys}
 
 
@@ -200,7 +199,7 @@ def _part(batch: Any, share: Share | None) -> Any:
     if get_worker_info() is None:
         return sharded(batch, part, share)
     part = dataclasses.replace(part, seconds=0.0)  # nobody waited for the layout
-    return sharded(batch, part, share, plans=planned(part.sequence, share))
+    return sharded(batch, part, share, plans=planned(part.sequence, share, part.exchange))
 
 
 class ContextParallelCollate:

@@ -13,10 +13,8 @@ from lightning_cp.balance import (
     DOCUMENT_LAYOUTS,
     Balanced,
     Causal,
-    CostModel,
     Padding,
     Work,
-    fastest,
     layout_of,
 )
 from lightning_cp.context import Sequence
@@ -26,6 +24,7 @@ from lightning_cp.data.fields import Fields, SequenceDims, find_fields
 from lightning_cp.errors import BatchError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Documents, Edges, rows_of
+from lightning_cp.plan import Call, Schedule, quickest
 from lightning_cp.spans import Span
 
 PADDING = {"labels": -100, "shift_labels": -100}
@@ -46,6 +45,7 @@ class Cut:
         added: names of fields that were added.
         layout: name of the layout.
         seconds: what making the layout took in this process.
+        exchange: name of the schedule, or one with options.
     """
 
     batch: Any
@@ -54,6 +54,7 @@ class Cut:
     added: tuple[str, ...]
     layout: str
     seconds: float = field(default=0.0, compare=False)
+    exchange: str | Schedule = "direct"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,11 @@ class Rules:
         layout: name of the layout, or `Balanced` with options.
         adaptive: a row of several documents gets the layout "balanced" instead where that is
             predicted to take less time.
-        work: what attention is expected to cost, causal where not given; only "balanced" asks.
+        work: what attention is expected to cost, causal where not given.
+        exchanges: of several the one that is predicted to take least time, the first one preferred
+            where times are nearly the same.
+        calls: sizes of the attention calls that are expected; without any the first exchange is
+            taken.
         sequence_dims: declared sequence dimensions.
         takes_positions: whether the model takes `position_ids`.
         documents: "auto" refuses rows whose positions start anew, "none" lets them attend to
@@ -76,6 +81,8 @@ class Rules:
     layout: str | Balanced
     adaptive: bool = False
     work: Work | None = None
+    exchanges: tuple[str | Schedule, ...] = ("direct",)
+    calls: tuple[Call, ...] = ()
     sequence_dims: SequenceDims | None = None
     takes_positions: bool = False
     documents: str = "auto"
@@ -110,6 +117,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     dims.update(dict.fromkeys(added, 1))
     start = perf_counter()
     choice, layout = lay_out(fields, documents, rules, world)
+    exchange = exchange_of(layout, fields, documents, rules)
     seconds = perf_counter() - start
     for name, dim in dims.items():
         whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
@@ -123,7 +131,7 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
         keys=keys,
     )
     name = choice if isinstance(choice, str) else choice.name
-    return Cut(rebuilt(batch, values), fields, sequence, added, name, seconds)
+    return Cut(rebuilt(batch, values), fields, sequence, added, name, seconds, exchange)
 
 
 def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str, ...]:
@@ -168,14 +176,44 @@ def lay_out(
             f"batch hold different documents; pass one row per batch (pack the rows into one), or "
             f"use layout='zigzag'"
         )
-    edges = (0, fields.length) if own or documents is None else cast(Edges, documents)
-    lengths = tuple(stop - start for start, stop in pairwise(edges))
+    lengths = _lengths(fields, documents)
     padding = Padding(MIN_ROWS, rules.pad_to_multiple_of or 1)
-    choice = rules.layout
-    if rules.adaptive and isinstance(choice, str) and len(lengths) > 1:
-        work = rules.work or Causal()
-        choice = fastest((choice, "balanced"), lengths, world, work, CostModel())
-    return choice, layout_of(choice, lengths, world, work=rules.work, padding=padding)
+    work = rules.work or Causal()
+
+    def made(choice: str | Balanced) -> Layout:
+        return layout_of(choice, lengths, world, work=work, padding=padding)
+
+    if not rules.adaptive or len(lengths) == 1:
+        return rules.layout, made(rules.layout)
+    choices = (rules.layout, "balanced")
+    layouts = tuple(map(made, choices))
+    best = quickest(layouts, rules.exchanges, lengths, work, rules.calls).layout
+    return choices[best], layouts[best]
+
+
+def exchange_of(
+    layout: Layout, fields: Fields, documents: Documents | None, rules: Rules
+) -> str | Schedule:
+    """How keys and values of a sequence travel.
+
+    Args:
+        layout: of the sequence.
+        fields: length and rows of the batch.
+        documents: of its rows.
+        rules: which exchanges there are to choose from.
+    """
+    if len(rules.exchanges) == 1 or not rules.calls:
+        return rules.exchanges[0]
+    lengths, work = _lengths(fields, documents), rules.work or Causal()
+    calls = tuple(call._replace(batch=fields.batch) for call in rules.calls)
+    return quickest((layout,), rules.exchanges, lengths, work, calls).exchange
+
+
+def _lengths(fields: Fields, documents: Documents | None) -> tuple[int, ...]:
+    """Tokens of every document that all rows have; of one where they have their own."""
+    own = rows_of(documents)
+    edges = (0, fields.length) if own or documents is None else cast(Edges, documents)
+    return tuple(stop - start for start, stop in pairwise(edges))
 
 
 def _filled(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:
