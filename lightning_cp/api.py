@@ -1,6 +1,5 @@
 """Context parallelism without Lightning: cut a batch, run a model on it, put outputs together."""
 
-import inspect
 import weakref
 import zlib
 from collections import Counter
@@ -16,7 +15,7 @@ from lightning_cp.balance import Balanced, Causal, Work, work_of
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import all_gather
-from lightning_cp.config import Config
+from lightning_cp.config import Config, place_of
 from lightning_cp.context import SLOT, CallLog, Context
 from lightning_cp.data import Cut, cut
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, sharded
@@ -27,11 +26,10 @@ from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
-from lightning_cp.mask import Visibility
 from lightning_cp.plan import Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
-from lightning_cp.swap.huggingface import HuggingFace, makes_positions, pretrained
+from lightning_cp.swap.huggingface import HuggingFace, Traits, traits
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
@@ -101,7 +99,7 @@ class ContextParallel:
         self._last: Context | None = None
         self._loss: Tensor | None = None
         self.attended: Callable[[], None] | None = None
-        self._taking: tuple[Any, bool, bool] = (None, False, False)
+        self._known: tuple[Any, Traits] = (None, Traits())
 
     def close(self) -> None:
         """Take attention and losses back to what they were; calling it again does nothing."""
@@ -146,7 +144,8 @@ class ContextParallel:
             world=self.world,
             group=self.group,
             meta=self.meta,
-            sequences={"sequence": part.sequence},
+            sequences=part.sequences,
+            whole=part.whole,
             exchange=self._exchange(),
             kernel=self.config.attention_backend,
             overlap=self.config.overlap,
@@ -167,20 +166,22 @@ class ContextParallel:
             module: root module; see `shard`.
         """
         layout = self._layout()
-        takes_positions, as_transformers = self._traits(module)
+        traits = self._traits(module)
         rules = Rules(
             layout=layout,
             adaptive=self.config.layout == "auto",
             work=self._work(),
             sequence_dims=self.config.sequence_dims,
-            takes_positions=takes_positions,
+            takes_positions=traits.takes_positions,
             documents=self.config.documents,
-            as_transformers=as_transformers,
+            as_transformers=traits.as_transformers,
+            decodes=traits.decodes,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
-        calls = self._last.log.seen if self._last is not None else {}
-        expected = tuple(calls) or (Visibility(),)
-        return Share(rules, self.rank, self.world, self._exchange(), expected)
+        share = Share(rules, self.rank, self.world, self._exchange())
+        seen = self._last.log.seen if self._last is not None else {}
+        calls = tuple((call, tuple(pairs)) for call, pairs in seen.items())
+        return share._replace(calls=calls) if calls else share
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
         if isinstance(batch, Uncut):
@@ -266,8 +267,11 @@ class ContextParallel:
 
         Returns:
             The whole tensor on every rank, without gradient.
+
+        Raises:
+            RefusedError: if the size at `dim` is not this rank's share of a sequence of the batch.
         """
-        sequence = shard.cut.sequence
+        sequence = shard.context.sequence_of(tensor.shape[dim])
         shards = all_gather(
             tensor.detach(), sequence.layout.sizes, dim=dim, rank=self.rank, group=self.group
         )
@@ -291,7 +295,8 @@ class ContextParallel:
         if self.config.predict_gather == "none":
             return output
         to = 0 if self.config.predict_gather == "rank0_cpu" else None
-        dims = self.config.sequence_dims or {}
+        places = {name: place_of(x) for name, x in (self.config.sequence_dims or {}).items()}
+        dims = {name: place and place.dim for name, place in places.items()}
         return gather_outputs(output, shard.context, declared=dims, to=to)
 
     def _exchange(self) -> str | Schedule:
@@ -310,25 +315,18 @@ class ContextParallel:
         found = [work_of(sees) for sees in seen]
         return max(found, key=lambda work: work.before(LONG, LONG), default=Causal())
 
-    def _traits(self, module: torch.nn.Module | None) -> tuple[bool, bool]:
-        """Whether a module takes positions 0, 1, 2, ..., and holds a model of Hugging Face."""
-        if module is None:
-            return False, False
-        if self._taking[0] is not module:
-            models = pretrained(module)
-            takes = any(
-                "position_ids" in inspect.signature(part.forward).parameters
-                for part in module.modules()
-            ) and not any(makes_positions(model) for model in models)
-            self._taking = (module, takes, bool(models))
-        return self._taking[1:]
+    def _traits(self, module: torch.nn.Module | None) -> Traits:
+        """What a module says about its batches, looked up once."""
+        if self._known[0] is not module:
+            self._known = (module, traits(module))
+        return self._known[1]
 
     def _compare(self, stage: str, step: int, found: ShardedBatch | None, error: str) -> Digest:
         """Start the one comparison of a micro-step; with an error, finish it too."""
         shapes = found.shapes if found is not None else ""
         contents = found.code if found is not None else 0
         layout = found.layout if found is not None else _name(self._layout())
-        spans = found.part.sequence.layout.spans if found is not None else ()
+        spans = [s.layout.spans for s in found.part.sequences.values()] if found is not None else []
         calls = self._last.log.digest if self._last is not None else 0
         loss = float(self._loss) if self._loss is not None else 0.0
         digest = Digest(
@@ -362,9 +360,9 @@ def _name(layout: str | Balanced) -> str:
     return layout if isinstance(layout, str) else layout.name
 
 
-def _shown(layout: str, spans: Sequence[Spans]) -> str:
-    """A layout in a message."""
-    sizes = ", ".join(str(total(own)) for own in spans)
+def _shown(layout: str, spans: Sequence[Sequence[Spans]]) -> str:
+    """A layout of every sequence in a message."""
+    sizes = " and ".join(", ".join(str(total(own)) for own in each) for each in spans)
     return f"{layout} of {sizes} tokens, hash {zlib.crc32(str(spans).encode()):08x}"
 
 

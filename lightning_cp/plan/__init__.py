@@ -9,6 +9,7 @@ from lightning_cp.plan.base import Plan, Traffic
 from lightning_cp.plan.build import SCHEDULES, PlanKey, build_plan
 from lightning_cp.plan.direct import Direct
 from lightning_cp.plan.group import GroupLoad, group_load
+from lightning_cp.plan.held import Held
 from lightning_cp.plan.memory import Memory
 from lightning_cp.plan.ring import Ring
 from lightning_cp.plan.rounds import Round, Tile, Transfer
@@ -19,6 +20,7 @@ __all__ = [
     "AllGather",
     "Direct",
     "GroupLoad",
+    "Held",
     "Memory",
     "Plan",
     "PlanKey",

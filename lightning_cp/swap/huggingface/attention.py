@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp.comm.reduce import max_
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import Mask
+from lightning_cp.sequences import Sequence
 from lightning_cp.swap.where import caller
 
 CAUSAL, FULL = "causal", "bidirectional"
@@ -218,7 +219,7 @@ def _context() -> Context:
 
 def _sequence(context: Context, size: int) -> Sequence:
     try:
-        return context.sequence_of(size)
+        return context.held(size)
     except RefusedError as error:
         raise RefusedError(f"{caller(context)}: {error}") from error
 

@@ -5,7 +5,7 @@ import re
 import sys
 from functools import lru_cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -39,6 +39,42 @@ def makes_positions(module: nn.Module) -> bool:
     """
     place: Any = sys.modules.get(type(module).__module__)
     return bool(COUNTED.search(_source(place)))
+
+
+class Traits(NamedTuple):
+    """What a module says about its batches.
+
+    Attributes:
+        takes_positions: it takes `position_ids` that are 0, 1, 2, ... where nobody gives others.
+        as_transformers: it holds a model of transformers.
+        decodes: it holds an encoder-decoder of transformers, whose labels are the decoder's.
+    """
+
+    takes_positions: bool = False
+    as_transformers: bool = False
+    decodes: bool = False
+
+
+def traits(module: nn.Module | None) -> Traits:
+    """What a module, and the models of transformers within it, say about their batches."""
+    if module is None:
+        return Traits()
+    models = pretrained(module)
+    inside = {id(part) for model in models for part in model.modules()}
+    own = [part for part in module.modules() if id(part) not in inside]
+    takes = any("position_ids" in parameters(part) for part in (*own, *models))
+    return Traits(
+        takes and not any(makes_positions(model) for model in models),
+        bool(models),
+        any(is_decoded(model) for model in models),
+    )
+
+
+def is_decoded(model: nn.Module) -> bool:
+    """Whether a model of transformers is an encoder with a decoder, and not a part of one."""
+    config = getattr(model, "config", None)
+    together = getattr(config, "is_encoder_decoder", False)
+    return bool(together) and "decoder_input_ids" in parameters(model)
 
 
 def pools_first(module: nn.Module) -> bool:
