@@ -30,6 +30,7 @@ from lightning_cp.plan import Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
 from lightning_cp.swap.huggingface import HuggingFace, Traits, traits
+from lightning_cp.swap.litgpt import LitGPT
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
@@ -94,7 +95,7 @@ class ContextParallel:
             self.config.layout.shares(world)
         self.group, self.meta = group, meta
         self._installation = Installation((device_type,))
-        self._huggingface = HuggingFace()
+        self._adapters = (HuggingFace(), LitGPT())
         self._steps: Counter[str] = Counter()
         self._last: Context | None = None
         self._loss: Tensor | None = None
@@ -103,7 +104,8 @@ class ContextParallel:
 
     def close(self) -> None:
         """Take attention and losses back to what they were; calling it again does nothing."""
-        self._huggingface.remove()
+        for adapter in self._adapters:
+            adapter.remove()
         self._installation.remove()
         SLOT.clear()
 
@@ -121,7 +123,7 @@ class ContextParallel:
             batch: the whole batch, the same on every rank of the group: dict, dataclass, tuple or
                 tensor, nested or not; or a `ShardedBatch`, which is not cut again.
             module: root module, for names in messages, to see whether it takes positions, and to
-                prepare models of Hugging Face in it.
+                prepare models of Hugging Face and litgpt in it.
             stage: the first micro-steps of every stage are watched closely.
             code: `content_code(batch)` where it is known already.
 
@@ -129,7 +131,8 @@ class ContextParallel:
             BatchError: on every rank, if the batch cannot be cut.
             MismatchError: on every rank, if one rank could not cut its batch.
         """
-        self._huggingface.prepare(module)
+        for adapter in self._adapters:
+            adapter.prepare(module)
         step = self._steps[stage]
         self._steps[stage] += 1
         try:

@@ -2,8 +2,9 @@
 
 [Note: told apart] A call of attention, a loss and an output say by their sizes alone which sequence
 they are about. Sequences of different lengths may have the same share on some rank, and sequences
-of the same length may differ in padding or documents. One dummy token more on such a rank makes
-every size unmistakable, on all ranks.
+of the same length may differ in padding or documents. A dummy token or two more on such a rank
+make every size unmistakable, on all ranks, and also that of labels which a step shifted itself and
+which are one too few.
 """
 
 from collections.abc import Sequence
@@ -43,10 +44,7 @@ def told_apart(layout: Layout, batch: int, others: Sequence[Sizes], *, multiple:
 
     def clashing(rank: int) -> bool:
         size = sizes[rank] + added[rank]
-        return any(
-            size == other.shares[rank] or size * batch == other.shares[rank] * other.batch
-            for other in others
-        )
+        return any(_alike(size, batch, other.shares[rank], other.batch) for other in others)
 
     while True:
         wrong = [rank for rank in range(layout.world) if clashing(rank)]
@@ -55,3 +53,10 @@ def told_apart(layout: Layout, batch: int, others: Sequence[Sizes], *, multiple:
         emptiest = min(range(layout.world), key=lambda rank: sizes[rank] + added[rank])
         for rank in wrong or [emptiest]:
             added[rank] += 1
+
+
+def _alike(size: int, batch: int, share: int, rows: int) -> bool:
+    """Whether tokens of one row, or of all rows, are as many, or would be with one fewer."""
+    if abs(size - share) <= 1:
+        return True
+    return size * batch in (share * rows, (share - 1) * rows) or (size - 1) * batch == share * rows

@@ -147,7 +147,8 @@ def _place(
         if dim is None or not _are_parts(shapes, dim, sequence.layout.sizes):
             continue
         rows = first.shape is not None and (said or first.shape[0] == sequence.batch)
-        if rows and not said and first.value is not None and not first.constant:
+        watched = first.value is not None and not first.constant and len(ranks) > 1
+        if rows and not said and watched:
             _refuse_equal(ranks)
         if rows:
             return _Place(sequence, dim)

@@ -42,12 +42,12 @@ class Seen:
     """What the mask functions of one micro-step were asked for.
 
     Attributes:
-        kinds: kinds of masks.
+        kinds: kinds of masks, by the number of local keys.
         packed: whether packed documents were looked for since the last mask was made.
         edges: cumulative lengths that calls passed on, found to be those of the documents.
     """
 
-    kinds: set[str] = field(default_factory=set)
+    kinds: dict[int, set[str]] = field(default_factory=dict)
     packed: bool = False
     edges: list[Tensor] = field(default_factory=list)
 
@@ -94,7 +94,7 @@ class Attention:
         """
         context = _context()
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        self._refuse(context, causal, query.shape[2], kwargs)
+        self._refuse(context, causal, key.shape[2], kwargs)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = (attention_mask != 0)[:, None, None, :]
         elif attention_mask is not None:
@@ -128,7 +128,7 @@ class Attention:
         sequence = _sequence(context, size)
         kinds = _kinds(context, mask_function, sequence.length)
         seen = self._seen_of(context)
-        seen.kinds |= kinds
+        seen.kinds.setdefault(size, set()).update(kinds)
         packed, seen.packed = seen.packed, False
         isolates = sequence.as_transformers and sequence.documents is not None
         if isolates and not packed and CAUSAL in kinds:
@@ -189,10 +189,10 @@ class Attention:
                 f"batch, say documents='position_ids', and leave the lengths out"
             )
         _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
-        kinds = self._seen_of(context).kinds
+        kinds = self._seen_of(context).kinds.get(size, set())
         if len(kinds) == 1 and kinds != {CAUSAL if causal else FULL}:
             raise RefusedError(
-                f"{caller(context)}: the model made a {kinds.pop()} mask, but this attention says "
+                f"{caller(context)}: the model made a {min(kinds)} mask, but this attention says "
                 f"is_causal={causal}; without a mask the two must agree, set is_causal of the "
                 f"attention module"
             )

@@ -7,7 +7,7 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 COUNTED = re.compile(r"cumsum\(\s*(attention_)?mask\b|attention_mask(\.\w+\(\))*\.cumsum")
 """Code that counts positions from a mask, as RoBERTa and OPT do."""
@@ -75,6 +75,35 @@ def is_decoded(model: nn.Module) -> bool:
     config = getattr(model, "config", None)
     together = getattr(config, "is_encoder_decoder", False)
     return bool(together) and "decoder_input_ids" in parameters(model)
+
+
+def shifted_right(model: nn.Module, labels: Tensor) -> Tensor:
+    """What an encoder-decoder gives its decoder for labels `[B, S]` of whole rows."""
+    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
+        method = getattr(model, name, None)
+        if method is not None:
+            made: Tensor = method(labels)
+            return made
+    place: Any = sys.modules.get(type(model).__module__)
+    shift, config = place.shift_tokens_right, getattr(model, "config", None)
+    names = list(inspect.signature(shift).parameters)[1:]
+    found: Tensor = shift(labels, *(getattr(config, name) for name in names))
+    return found
+
+
+def looks_up_positions(module: Any) -> bool:
+    """Whether a module is a table of positions that takes `position_ids`.
+
+    Its caller may count them from the local length: the table is told the right ones.
+    """
+    kind = type(module)
+    named = kind.__name__.endswith("PositionalEmbedding") and _of_transformers(kind.__module__)
+    return named and "position_ids" in parameters(module)
+
+
+def counts_in_vain(module: object) -> bool:
+    """Whether positions that a module counts reach nothing but a table of positions."""
+    return isinstance(module, nn.Module) and any(map(looks_up_positions, module.children()))
 
 
 def pools_first(module: nn.Module) -> bool:
