@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_cp.data.containers import leaves
 from tests._harness.hf import VOCABULARY
 
 ROWS, WIDTH = 2, 16
@@ -267,3 +268,12 @@ PAIRS = {
     "towers": Pair(lambda: seeded(Towers()), sides, compare, SIDES, 4),
 }
 """Every kind of model, by name."""
+
+
+def real(batch: Batch, output: Tensor) -> Tensor:
+    """Where an output of whole rows is no padding: bool `[ROWS, S]`, or of its first dimension."""
+    found = torch.ones(output.shape[:2], dtype=torch.bool)
+    for _, value in leaves(batch):
+        if value.shape == found.shape and not value.is_floating_point() and value.max() == 1:
+            found &= value == 1  # an attention mask
+    return found

@@ -2,16 +2,24 @@
 
 import pickle
 from functools import cache
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import pytest
-from torch import Tensor, nn
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
 
+from lightning_cp import verify
+from lightning_cp.diagnostics.verify import Report
+from lightning_cp.plugin import ContextParallelStrategy
 from tests._harness import pairs
 from tests._harness.grid import rotated
-from tests._harness.group import one_group
+from tests._harness.group import grads_of, one_group
 from tests._harness.hf import in_double
 from tests._harness.pool import Pool
+from tests._harness.trainer import pool_trainer, workers_allowed
 
 pytestmark = pytest.mark.dist
 
@@ -20,10 +28,11 @@ CASES = {
     "longer": (19, 7, False),
     "padded": (13, 8, True),
     "shorter": (5, 11, True),
-    "tiny": (9, 1, False),
+    "one": (9, 1, False),
     "alike": (12, 12, True),
 }
 """Lengths of source and target, and whether rows are padded."""
+WORLDS = [(2,), (3,), (1,), (4,)]
 
 
 class Found(NamedTuple):
@@ -34,13 +43,10 @@ class Found(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def grads_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
 def run_cases(rank: int, world: int, name: str) -> bytes:
     found, pair = {}, pairs.PAIRS[name]
-    with one_group(rank, world, sequence_dims=dict(pair.dims), predict_gather="all") as parallel:
+    dims = {**pair.dims, "predictions": None}
+    with one_group(rank, world, sequence_dims=dims, predict_gather="all") as parallel:
         for title, case in CASES.items():
             model = pair.make()
             with in_double():
@@ -50,42 +56,142 @@ def run_cases(rank: int, world: int, name: str) -> bytes:
                     step.loss.backward()
                 parallel.check(shard, step.loss)
             assert shard.context.log.attention == pair.attention
-            outputs = dict(step.outputs)
-            outputs = parallel.gather(outputs, shard) if world > 1 else outputs
+            outputs = parallel.gather(dict(step.outputs), shard)
             found[title] = Found(step.loss.item(), outputs, grads_of(model))
     return pickle.dumps(found)
 
 
 @cache
 def alone(name: str, title: str) -> Found:
+    """The same on one process, once for all numbers of ranks."""
     pair = pairs.PAIRS[name]
     model = pair.make()
     with in_double():
         step = pair.call(model, pair.batch(*CASES[title]))
         step.loss.backward()
-    outputs = {name: x.detach() for name, x in step.outputs.items()}
+    outputs = {key: x.detach() for key, x in step.outputs.items()}
     return Found(step.loss.item(), outputs, grads_of(model))
 
 
-def assert_equal(found: list[Found], expected: Found) -> None:
-    largest = max(grad.abs().max().item() for grad in expected.grads.values())
+def assert_equal(found: list[Found], expected: Found, batch: pairs.Batch) -> None:
     for rank, one in enumerate(found):
         assert one.loss == pytest.approx(expected.loss, rel=TOLERANCE), f"loss of rank {rank}"
-        for name, output in expected.outputs.items():
-            assert one.outputs[name].shape == output.shape, name
+        for key, output in expected.outputs.items():
+            assert one.outputs[key].shape == output.shape, f"{key} of rank {rank}"
+            off = (one.outputs[key] - output)[pairs.real(batch, output)].abs().max().item()
+            assert off < TOLERANCE * output.abs().max().item(), f"{key} of rank {rank}: {off}"
+    largest = max(grad.abs().max().item() for grad in expected.grads.values())
     for key, grad in expected.grads.items():
         mean = sum(one.grads[key] for one in found) / len(found)
         off = (mean - grad).abs().max().item() / largest
         assert off < TOLERANCE, f"gradient of {key} is off by {off}"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", pairs.PAIRS)
+@pytest.mark.parametrize(("name", "world"), rotated(pairs.PAIRS, WORLDS))
 def test_pairs(pool: Pool, name: str, world: int) -> None:
-    ranks = pool.run(run_cases, name, world=world, timeout=60)
+    ranks = pool.run(run_cases, name, world=world, timeout=100)
     found = [pickle.loads(x) for x in ranks]
-    for title in CASES:
+    for title, case in CASES.items():
         try:
-            assert_equal([one[title] for one in found], alone(name, title))
+            batch = pairs.PAIRS[name].batch(*case)
+            assert_equal([one[title] for one in found], alone(name, title), batch)
         except AssertionError as error:
             raise AssertionError(f"{name}, {title}: {error}") from error
+
+
+def verified(rank: int, world: int, name: str, title: str) -> Report:
+    pair = pairs.PAIRS[name]
+    with in_double(), one_group(rank, world, sequence_dims=dict(pair.dims)) as parallel:
+        model = pair.make()
+
+        def step(batch: Any) -> Tensor:
+            return pair.call(model, batch).loss
+
+        batch = pair.batch(*CASES[title])
+        return verify(model, batch, parallel=parallel, step=step, max_tokens=11, show=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "title"), rotated(pairs.PAIRS, [(3, "alike"), (2, "padded"), (2, "longer")])
+)
+def test_verify_has_no_finding(pool: Pool, name: str, world: int, title: str) -> None:
+    for report in pool.run(verified, name, title, world=world, timeout=100):
+        assert report.ok, report.finding
+        assert report.compared.attention == (pairs.PAIRS[name].attention,) * 2
+
+
+class Lit(pl.LightningModule):
+    """A plain module around an encoder-decoder of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: Any = pairs.bart()
+        self.lengths: list[int] = []
+
+    def training_step(self, batch: pairs.Batch, index: int) -> Tensor:
+        self.lengths.append(batch["labels"].shape[1])
+        loss: Tensor = self.model(**batch).loss
+        self.log("loss", loss)
+        self.log("predicted", (batch["labels"] >= 0).sum().double(), reduce_fx="sum")
+        return loss
+
+    def predict_step(self, batch: pairs.Batch, index: int) -> dict[str, Tensor]:
+        out = self.model(**batch)
+        return {"logits": out.logits, "encoded": out.encoder_last_hidden_state}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+BATCHES = [(13, 8, True), (5, 11, True), (12, 12, True), (9, 1, False)]
+
+
+def made(index: int) -> pairs.Batch:
+    """One whole batch; the collate function of loaders."""
+    return pairs.translation(*BATCHES[index])
+
+
+class Trained(NamedTuple):
+    """What a run gave."""
+
+    state: dict[str, Tensor]
+    logged: dict[str, Tensor]
+    predicted: list[dict[str, Tensor]]
+    lengths: list[int]
+
+
+def trained(rank: int, world: int, workers: int, strategy: Any) -> bytes:
+    module = Lit()
+    with in_double(), workers_allowed():
+        trainer = pool_trainer(rank, world, strategy, max_epochs=1, precision="64-true")
+        loader = DataLoader(
+            range(len(BATCHES)), batch_size=None, collate_fn=made, num_workers=workers
+        )
+        trainer.fit(module, loader)
+        predicted: Any = trainer.predict(module, loader)
+    logged = dict(trainer.logged_metrics) or dict(trainer.callback_metrics)
+    return pickle.dumps(Trained(module.state_dict(), logged, predicted, module.lengths))
+
+
+def cut_run(rank: int, world: int, workers: int) -> bytes:
+    strategy = ContextParallelStrategy(context_parallel_size=world, predict_gather="all")
+    return trained(rank, world, workers, strategy)
+
+
+def plain_run(rank: int, world: int) -> bytes:
+    return trained(rank, world, 0, "auto")
+
+
+@pytest.mark.parametrize(
+    ("world", "workers"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.full)]
+)
+def test_trainer(pool: Pool, tmp_path: Path, world: int, workers: int) -> None:
+    expected: Trained = pickle.loads(pool.run(plain_run, world=1, timeout=100)[0])
+    for rank in (pickle.loads(x) for x in pool.run(cut_run, workers, world=world, timeout=100)):
+        assert max(rank.lengths) < max(expected.lengths)
+        for key, value in expected.state.items():
+            torch.testing.assert_close(rank.state[key], value, rtol=1e-9, atol=1e-10, msg=key)
+        for one, whole, case in zip(rank.predicted, expected.predicted, BATCHES, strict=True):
+            for key, value in whole.items():
+                kept = pairs.real(pairs.translation(*case), value)
+                torch.testing.assert_close(one[key][kept], value[kept], rtol=1e-9, atol=1e-10)
