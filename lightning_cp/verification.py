@@ -150,7 +150,7 @@ def shortened(
         left = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all())
         start = fields.length - kept if left else 0
         for name, dim in fields.dims.items() if kept < fields.length else ():
-            values[name] = values[name].narrow(dim, start, kept)
+            values[name] = values[name].narrow(dim, start, kept).contiguous()
     return rebuilt(batch, values), "; ".join(words)
 
 

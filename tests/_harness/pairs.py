@@ -1,5 +1,6 @@
 """Models that read two sequences: encoder-decoders, pairs, and keys that every rank holds."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -154,9 +155,11 @@ class Translator(nn.Module):
     def __init__(self, batch_first: bool) -> None:
         super().__init__()
         self.source, self.target = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(VOCABULARY, WIDTH)
-        self.body = nn.Transformer(
-            WIDTH, 2, 2, 2, dim_feedforward=24, dropout=0.0, batch_first=batch_first
-        )
+        with warnings.catch_warnings():  # that tokens first cannot be nested
+            warnings.simplefilter("ignore")
+            self.body = nn.Transformer(
+                WIDTH, 2, 2, 2, dim_feedforward=24, dropout=0.0, batch_first=batch_first
+            )
         self.head = nn.Linear(WIDTH, VOCABULARY)
         self.batch_first = batch_first
 

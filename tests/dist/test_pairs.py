@@ -45,8 +45,8 @@ class Found(NamedTuple):
 
 def run_cases(rank: int, world: int, name: str) -> bytes:
     found, pair = {}, pairs.PAIRS[name]
-    dims = {**pair.dims, "predictions": None}
-    with one_group(rank, world, sequence_dims=dims, predict_gather="all") as parallel:
+    options = {"sequence_dims": dict(pair.dims), "predict_gather": "all"}
+    with one_group(rank, world, **options) as parallel:
         for title, case in CASES.items():
             model = pair.make()
             with in_double():
@@ -143,7 +143,7 @@ class Lit(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-BATCHES = [(13, 8, True), (5, 11, True), (12, 12, True), (9, 1, False)]
+BATCHES = [(13, 8, True), (12, 12, True)]
 
 
 def made(index: int) -> pairs.Batch:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_cp.comm.reduce import max_
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Edges, Mask
 from lightning_cp.sequences import Sequence
 from lightning_cp.swap.where import caller
 
@@ -184,8 +184,8 @@ class Attention:
         if not all(self._are_documents(context, size, given) for given in edges):
             raise RefusedError(
                 f"{caller(context)}: cu_seq_lens_q and cu_seq_lens_k are not the edges of this "
-                f"row's documents, or cannot be compared with them (in compiled code, or with more "
-                f"than one row); put position_ids that start anew with every document into the "
+                f"batch's documents, one row behind the other, or cannot be compared with them (in "
+                f"compiled code); put position_ids that start anew with every document into the "
                 f"batch, say documents='position_ids', and leave the lengths out"
             )
         _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
@@ -202,12 +202,19 @@ class Attention:
         known, sequence = self._seen_of(context).edges, _sequence(context, size)
         if any(given is edges for given in known):
             return True
-        if torch.compiler.is_compiling() or sequence.batch > 1 or not isinstance(edges, Tensor):
+        if torch.compiler.is_compiling() or not isinstance(edges, Tensor):
             return False
-        if tuple(edges.tolist()) != (sequence.documents or (0, sequence.length)):
+        if tuple(edges.tolist()) != _folded(sequence):
             return False
         known.append(edges)
         return True
+
+
+def _folded(sequence: Sequence) -> Edges:
+    """Cumulative lengths of the documents of all rows, laid one behind the other."""
+    mask = Mask(sequence.length, sequence.length, documents=sequence.documents)
+    rows = [mask.edges(row) for row in range(sequence.batch)]
+    return (0, *(n * sequence.length + stop for n, row in enumerate(rows) for stop in row[1:]))
 
 
 def _context() -> Context:
