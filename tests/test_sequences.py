@@ -16,9 +16,11 @@ from lightning_cp.data.cut import Rules
 from lightning_cp.data.valid import valid_tokens
 from lightning_cp.errors import BatchError, ConfigError, RefusedError
 from lightning_cp.layout import contiguous, zigzag
+from lightning_cp.mask import Visibility
 from lightning_cp.sequences import Sequence, plan_key
 from tests._harness.cuts import BATCH, parts, tokens
 
+FULL, CAUSAL = Visibility(is_causal=False), Visibility()
 TARGET: dict[str, Any] = {"tgt": ("target", 1), "goal": ("target", 1)}
 
 
@@ -169,7 +171,7 @@ def test_keys_that_every_rank_holds(world: int) -> None:
         key = plan_key(
             context.held(share),
             context.held(7),
-            mask_of(context.held(share), context.held(7), False, None),
+            mask_of(context.held(share), context.held(7), FULL),
             rank=rank,
             exchange="direct",
         )
@@ -179,7 +181,7 @@ def test_keys_that_every_rank_holds(world: int) -> None:
         with pytest.raises(RefusedError, match="no declared sequence's share"):
             context.sequence_of(7)
         with pytest.raises(RefusedError, match="7 queries that every rank holds whole"):
-            context.handle(BATCH, 7, share, False)
+            context.handle(BATCH, 7, share, FULL)
     assert [work for work, _ in seen] == [real * (5 + 7) for _, real in seen]
 
 
@@ -189,10 +191,10 @@ def test_documents_of_two_sequences_do_not_mix_in_silence() -> None:
     plain = Sequence(layout=contiguous(6, 2), length=6, batch=1)
     for pair in ((packed, plain), (plain, packed)):
         with pytest.raises(RefusedError, match="which documents belong together is not known"):
-            mask_of(*pair, False, None)
-    assert mask_of(packed, replace(packed), False, None).documents == (0, 3, 8)
+            mask_of(*pair, FULL)
+    assert mask_of(packed, replace(packed), FULL).documents == (0, 3, 8)
     loose = replace(packed, as_transformers=True)
-    assert mask_of(plain, loose, False, None).documents is None
+    assert mask_of(plain, loose, FULL).documents is None
 
 
 def test_workers_plan_the_calls_between_sequences() -> None:
@@ -200,14 +202,14 @@ def test_workers_plan_the_calls_between_sequences() -> None:
     part = parts(two(9, 5), 2, layout="zigzag", sequence_dims=TARGET)[1]
     context = context_of(part, 1, 2)
     sizes = [part.sequences[name].layout.size(1) for name in ("sequence", "target")]
-    context.handle(BATCH, sizes[0], sizes[0], False)
-    context.handle(BATCH, sizes[1], sizes[1], True)
-    context.handle(BATCH, sizes[1], sizes[0], False)
+    context.handle(BATCH, sizes[0], sizes[0], FULL)
+    context.handle(BATCH, sizes[1], sizes[1], CAUSAL)
+    context.handle(BATCH, sizes[1], sizes[0], FULL)
     calls = tuple((call, tuple(pairs)) for call, pairs in context.log.seen.items())
     plans = planned(part.sequences, Share(rules, 1, 2, "direct", calls))
     assert plans.keys() == set(context.log.plans.values())
     assert len(plans) == 3
-    gone = Share(rules, 1, 2, "direct", (((True, None), (("sequence", "absent"),)),))
+    gone = Share(rules, 1, 2, "direct", ((CAUSAL, (("sequence", "absent"),)),))
     assert planned(part.sequences, gone) == {}
 
 
