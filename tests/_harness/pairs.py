@@ -99,6 +99,24 @@ def marian() -> nn.Module:
     return seeded(transformers.MarianMTModel(config))
 
 
+def t5() -> nn.Module:
+    """A bias by distance in place of positions."""
+    options: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": WIDTH,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "relative_attention_num_buckets": 8,
+        "relative_attention_max_distance": 12,
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    }
+    config = transformers.T5Config(**options)
+    return seeded(transformers.T5ForConditionalGeneration(config))
+
+
 def whisper() -> nn.Module:
     """An encoder with convolutions, whose outputs every rank holds."""
     config = transformers.WhisperConfig(
@@ -261,6 +279,7 @@ PAIRS = {
     "bart": Pair(bart, translation, everything, {}, 6),
     "bart-decoded": Pair(bart, decoded, everything, {"decoder_input_ids": ("tgt", 1)}, 6),
     "marian": Pair(marian, translation, everything, {}, 6),
+    "t5": Pair(t5, translation, everything, {}, 6),
     "whisper": Pair(whisper, heard, listening, {"frames": ("frames", 1, "whole")}, 4),
     "transformer": Pair(
         lambda: seeded(Translator(batch_first=True)), pair_of_tokens, translate, TRANSLATED, 6

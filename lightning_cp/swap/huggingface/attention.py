@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from lightning_cp.attention import attend
 from lightning_cp.comm.reduce import max_
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
@@ -93,12 +94,15 @@ class Attention:
             RefusedError: for what context parallelism cannot compute.
         """
         context = _context()
+        table = _table(kwargs)
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         self._refuse(context, causal, key.shape[2], kwargs)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = (attention_mask != 0)[:, None, None, :]
         elif attention_mask is not None:
             causal = False
+        if table is not None:
+            return _biased(context, (query, key, value), table, causal, scaling, dropout), None
         out = scaled_dot_product_attention(
             query,
             key,
@@ -208,6 +212,36 @@ class Attention:
             return False
         known.append(edges)
         return True
+
+
+def _table(kwargs: dict[str, Any]) -> Tensor | None:
+    """Numbers by head and distance, taken out of the arguments; see `bias_by_distance`."""
+    bias = kwargs.get("position_bias")
+    if not isinstance(bias, Tensor) or bias.ndim != 2:
+        return None
+    del kwargs["position_bias"]
+    return bias if bias.shape[1] > 1 else None
+
+
+def _biased(
+    context: Context,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    table: Tensor,
+    causal: bool,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention with a bias by distance, `[B, S, H, D]`."""
+    if dropout > 0:
+        raise RefusedError(
+            f"{caller(context)}: attention dropout of {dropout} in training is not supported "
+            f"under context parallelism beside a bias by distance; set the model's dropout to 0"
+        )
+    try:
+        out = attend(*tensors, is_causal=causal, scale=scaling, relative_bias=table)
+    except RefusedError as error:
+        raise RefusedError(f"{caller(context)}: {error}") from error
+    return out.transpose(1, 2).contiguous()
 
 
 def _folded(sequence: Sequence) -> Edges:

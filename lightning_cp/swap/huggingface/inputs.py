@@ -93,6 +93,35 @@ def pool_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return ((found, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": found})
 
 
+def bias_by_distance(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Pre-hook of attention of T5's kind: a number by head and distance, `[H, N]`, as its bias.
+
+    The module would make one for every pair of local tokens, numbered from 0. What it is given it
+    passes on to its attention function and to the layers that share the bias. Without a bias of its
+    own the numbers are one 0 for every head.
+    """
+    if SLOT.current is None:
+        return None
+    given = dict(zip(parameters(module), args, strict=False)) | kwargs
+    if given.get("position_bias") is not None:
+        return None
+    hidden = given["hidden_states"]
+    table = hidden.new_zeros(module.n_heads, 1)
+    if module.has_relative_attention_bias:
+        far = module.relative_attention_max_distance
+        buckets = module._relative_position_bucket(
+            torch.arange(-far, far + 1, device=hidden.device),
+            bidirectional=not module.is_decoder,
+            num_buckets=module.relative_attention_num_buckets,
+            max_distance=far,
+        )
+        table = module.relative_attention_bias(buckets).T
+    place = parameters(module).index("position_bias")
+    if place < len(args):
+        return (*args[:place], table, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "position_bias": table}
+
+
 def refuse_rescaling(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Pre-hook of a rotary embedding whose frequencies depend on the longest row of a call.
 

@@ -101,6 +101,13 @@ def looks_up_positions(module: Any) -> bool:
     return named and "position_ids" in parameters(module)
 
 
+def biases_by_distance(module: Any) -> bool:
+    """Whether a module is attention of T5's kind, which adds to a score by distance."""
+    kind: Any = type(module)
+    named = hasattr(kind, "_relative_position_bucket") and "position_bias" in parameters(module)
+    return named and _of_transformers(kind.__module__) and "get_interface(" in _source(kind)
+
+
 def counts_in_vain(module: object) -> bool:
     """Whether positions that a module counts reach nothing but a table of positions."""
     return isinstance(module, nn.Module) and any(map(looks_up_positions, module.children()))
