@@ -44,11 +44,12 @@ class Found(NamedTuple):
 
 
 def run_cases(rank: int, world: int, name: str) -> bytes:
-    found, pair = {}, pairs.PAIRS[name]
+    found, pair, models = {}, pairs.PAIRS[name], []
     options = {"sequence_dims": dict(pair.dims), "predict_gather": "all"}
     with one_group(rank, world, **options) as parallel:
         for title, case in CASES.items():
             model = pair.make()
+            models.append(model)
             with in_double():
                 shard = parallel.shard(pair.batch(*case), module=model, stage=title)
                 with parallel.active(shard):
@@ -58,6 +59,8 @@ def run_cases(rank: int, world: int, name: str) -> bytes:
             assert shard.context.log.attention == pair.attention
             outputs = parallel.gather(dict(step.outputs), shard)
             found[title] = Found(step.loss.item(), outputs, grads_of(model))
+    hooks = [part._forward_pre_hooks for model in models for part in model.modules()]
+    assert not any(hooks), "all hooks are taken out"
     return pickle.dumps(found)
 
 

@@ -19,6 +19,7 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import Edges, Mask
 from lightning_cp.sequences import Sequence
+from lightning_cp.swap.huggingface.inputs import ByDistance
 from lightning_cp.swap.where import caller
 
 CAUSAL, FULL = "causal", "bidirectional"
@@ -94,15 +95,18 @@ class Attention:
             RefusedError: for what context parallelism cannot compute.
         """
         context = _context()
-        table = _table(kwargs)
+        bias = kwargs.get("position_bias")
+        if isinstance(bias, ByDistance):
+            del kwargs["position_bias"]
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         self._refuse(context, causal, key.shape[2], kwargs)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = (attention_mask != 0)[:, None, None, :]
         elif attention_mask is not None:
             causal = False
-        if table is not None:
-            return _biased(context, (query, key, value), table, causal, scaling, dropout), None
+        if isinstance(bias, ByDistance) and bias.numbers is not None:
+            given = query, key, value
+            return _biased(context, given, bias.numbers, causal, scaling, dropout), None
         out = scaled_dot_product_attention(
             query,
             key,
@@ -212,15 +216,6 @@ class Attention:
             return False
         known.append(edges)
         return True
-
-
-def _table(kwargs: dict[str, Any]) -> Tensor | None:
-    """Numbers by head and distance, taken out of the arguments; see `bias_by_distance`."""
-    bias = kwargs.get("position_bias")
-    if not isinstance(bias, Tensor) or bias.ndim != 2:
-        return None
-    del kwargs["position_bias"]
-    return bias if bias.shape[1] > 1 else None
 
 
 def _biased(

@@ -1,6 +1,6 @@
 """Inputs that a model would otherwise make for itself from the local length."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,12 @@ SPANS = ("start_positions", "end_positions")
 LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ByDistance(NamedTuple):
+    """What is added to scores: numbers `[H, N]`, the middle one for a distance of 0; None: 0."""
+
+    numbers: Tensor | None
 
 
 def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
@@ -94,32 +100,30 @@ def pool_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def bias_by_distance(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
-    """Pre-hook of attention of T5's kind: a number by head and distance, `[H, N]`, as its bias.
+    """Pre-hook of attention of T5's kind: a number by head and distance as its bias.
 
-    The module would make one for every pair of local tokens, numbered from 0. What it is given it
-    passes on to its attention function and to the layers that share the bias. Without a bias of its
-    own the numbers are one 0 for every head.
+    The module would make one for every pair of local tokens, numbered from 0, also where all are 0.
+    What it is given it passes on to its attention function and to the layers that share the bias.
     """
     if SLOT.current is None:
         return None
     given = dict(zip(parameters(module), args, strict=False)) | kwargs
     if given.get("position_bias") is not None:
         return None
-    hidden = given["hidden_states"]
-    table = hidden.new_zeros(module.n_heads, 1)
+    bias = ByDistance(None)
     if module.has_relative_attention_bias:
         far = module.relative_attention_max_distance
         buckets = module._relative_position_bucket(
-            torch.arange(-far, far + 1, device=hidden.device),
+            torch.arange(-far, far + 1, device=given["hidden_states"].device),
             bidirectional=not module.is_decoder,
             num_buckets=module.relative_attention_num_buckets,
             max_distance=far,
         )
-        table = module.relative_attention_bias(buckets).T
+        bias = ByDistance(module.relative_attention_bias(buckets).T)
     place = parameters(module).index("position_bias")
     if place < len(args):
-        return (*args[:place], table, *args[place + 1 :]), kwargs
-    return args, {**kwargs, "position_bias": table}
+        return (*args[:place], bias, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "position_bias": bias}
 
 
 def refuse_rescaling(module: nn.Module, args: tuple[Any, ...]) -> None:
