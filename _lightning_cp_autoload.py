@@ -14,7 +14,7 @@ HOMES = {
     "lightning.pytorch.strategies": "lightning_cp.plugin.strategy",
     "pytorch_lightning.strategies": "lightning_cp.plugin.pytorch_lightning",
 }
-PRESETS: dict[str, Any] = {f"context_parallel_zero{n}": {"zero_stage": n} for n in (0, 3)}
+PRESETS: dict[str, Any] = {f"context_parallel_zero{n}": {"zero_stage": n} for n in range(4)}
 PRESETS["context_parallel"] = {}
 
 

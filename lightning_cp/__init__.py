@@ -12,6 +12,7 @@ from lightning_cp.data.collate import ContextParallelCollate
 from lightning_cp.data.sampler import ContextParallelSampler
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
+from lightning_cp.recomputation import checkpoint_policy
 from lightning_cp.verification import verify
 
 if typing.TYPE_CHECKING:
@@ -36,6 +37,7 @@ __all__ = [
     "Layout",
     "Mask",
     "attend",
+    "checkpoint_policy",
     "functional",
     "verify",
 ]

@@ -15,7 +15,7 @@ from lightning_cp.balance import Balanced, Causal, Work, work_of
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import all_gather
-from lightning_cp.config import Config, place_of
+from lightning_cp.config import Config
 from lightning_cp.context import SLOT, CallLog, Context
 from lightning_cp.data import Cut, cut
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, sharded
@@ -73,10 +73,10 @@ class ContextParallel:
         world: size of the group.
         config: options.
         device_type: "cpu" or "cuda".
+        a2a: a second group of the same ranks, for swaps of heads for tokens; `group` if None.
 
     Raises:
-        ConfigError: if the overrides cannot be installed, or the layout is for another number of
-            ranks.
+        ConfigError: if overrides cannot be installed, or layout or exchange do not fit `world`.
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class ContextParallel:
         world: int,
         config: Config | None = None,
         device_type: str = "cpu",
+        a2a: Any = None,
     ) -> None:
         self.config = config or Config()
         self.rank, self.world = rank, world
-        if isinstance(self.config.layout, Balanced):
-            self.config.layout.shares(world)
-        self.group, self.meta = group, meta
+        self.config.check(world)
+        self.group, self.meta, self.a2a = group, meta, a2a
         self._installation = Installation((device_type,))
         self._adapters = (HuggingFace(), LitGPT())
         self._steps: Counter[str] = Counter()
@@ -146,6 +146,7 @@ class ContextParallel:
             rank=self.rank,
             world=self.world,
             group=self.group,
+            a2a=self.a2a,
             meta=self.meta,
             sequences=part.sequences,
             whole=part.whole,
@@ -169,16 +170,16 @@ class ContextParallel:
             module: root module; see `shard`.
         """
         layout = self._layout()
-        traits = self._traits(module)
+        known = self._traits(module)
         rules = Rules(
             layout=layout,
             adaptive=self.config.layout == "auto",
             work=self._work(),
             sequence_dims=self.config.sequence_dims,
-            takes_positions=traits.takes_positions,
+            takes_positions=known.takes_positions,
             documents=self.config.documents,
-            as_transformers=traits.as_transformers,
-            decodes=traits.decodes,
+            as_transformers=known.as_transformers,
+            decodes=known.decodes,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
         share = Share(rules, self.rank, self.world, self._exchange())
@@ -298,8 +299,7 @@ class ContextParallel:
         if self.config.predict_gather == "none":
             return output
         to = 0 if self.config.predict_gather == "rank0_cpu" else None
-        places = {name: place_of(x) for name, x in (self.config.sequence_dims or {}).items()}
-        dims = {name: place and place.dim for name, place in places.items()}
+        dims = self.config.sequence_dims or {}
         return gather_outputs(output, shard.context, declared=dims, to=to)
 
     def _exchange(self) -> str | Schedule:

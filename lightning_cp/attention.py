@@ -128,8 +128,11 @@ def forward_implementation(
     context.log.causal += is_causal
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], sees)
     plan = SLOT.bound(handle).plan
-    context.log.ran[_ran(handle, q, k, v, backward=False)] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
+    reason = plan.rejects(q.shape[1], dropout=dropout_p > 0)
+    if reason is not None:
+        raise RefusedError(f"exchange={plan.exchange!r}: {reason}")
+    context.log.ran[_ran(handle, q, k, v, backward=False)] += 1
     link = _link(context)
     out, lse = executor.run(executor.forward(plan, kernel, q, k, v, scale=scale, link=link))
     if context.attended is not None:
@@ -274,7 +277,7 @@ def _alone(q: Tensor, k: Tensor) -> Context:
 
 
 def _link(context: Context) -> Link:
-    link: Link = context.link or GroupLink(context.group)
+    link: Link = context.link or GroupLink(context.group, context.a2a)
     return link if context.overlap else BlockingLink(link)
 
 

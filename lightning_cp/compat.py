@@ -3,12 +3,14 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, Work
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data._utils import worker
@@ -52,6 +54,33 @@ def group_name(value: Any) -> str | None:
         return str(dist.ProcessGroup.unbox(value).group_name)
     except (RuntimeError, TypeError):
         return None
+
+
+def lone_mesh(device_type: str, names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh of one rank, with dimensions of these names, without process groups."""
+    mesh = DeviceMesh(
+        device_type,
+        torch.zeros((1,) * len(names), dtype=torch.int),
+        mesh_dim_names=names,
+        _init_backend=False,
+        _rank=0,
+    )
+    mesh._dim_group_names = []
+    return mesh
+
+
+def urgent_options(device_type: str, *, ctas: int, timeout: timedelta | None) -> Any:
+    """Options of an NCCL group whose kernels go first, on at most so many blocks of threads.
+
+    NCCL_MAX_CTAS in the environment wins over `ctas`. None for other devices than CUDA.
+    """
+    if device_type != "cuda":
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options.config.max_ctas = ctas
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def in_backward() -> bool:

@@ -6,26 +6,38 @@ from typing import Any, NamedTuple
 
 from lightning_cp.balance import Balanced
 from lightning_cp.errors import ConfigError
-from lightning_cp.plan import AllGather, Direct, Ring
+from lightning_cp.plan import (
+    AllGather,
+    Direct,
+    Exchange,
+    Hybrid,
+    Replicated,
+    Ring,
+    Ulysses,
+    schedule_of,
+)
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
-    "exchange": ("auto", "allgather", "direct", "ring"),
-    "attention_backend": ("auto", "cudnn", "efficient", "flash", "reference", "sdpa"),
+    "exchange": ("auto", "allgather", "direct", "hybrid", "ring", "ulysses"),
+    "attention_backend": ("auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
     "loss": ("auto", "token_mean"),
     "data": ("check", "broadcast"),
     "shard_in": ("auto", "worker", "main"),
     "predict_gather": ("rank0_cpu", "all", "none"),
+    "accumulate_gradients": ("auto", "whole", "parts"),
+    "param_gather": ("auto", "fsdp", "early", "after_attention"),
 }
 """Allowed values of the options that name something."""
 
 MADE: dict[str, tuple[tuple[type, ...], str]] = {
     "layout": ((Balanced,), ", or Balanced() of lightning_cp.balance"),
     "exchange": (
-        (AllGather, Direct, Ring),
-        ", or Direct(), Ring() or AllGather() of lightning_cp.plan",
+        (AllGather, Direct, Hybrid, Replicated, Ring, Ulysses),
+        ", or Direct(), Ring(), AllGather(), Ulysses(), Hybrid() or Replicated() of "
+        "lightning_cp.plan",
     ),
 }
 """Options that also take an object: its classes, and how a message calls them."""
@@ -82,12 +94,15 @@ class Config:
             `lightning_cp.balance.Balanced` with options.
         exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
-            "auto"; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather` with options.
+            "ulysses", none, ranks swap heads for tokens; "hybrid", neighbours swap heads and
+            blocks of them exchange keys; "auto"; or one of `lightning_cp.plan.Direct`, `Ring`,
+            `AllGather`, `Ulysses`, `Hybrid` with options; for debugging `Replicated()`, with which
+            every rank computes all, and attention has the same bits whatever the group.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
-            (that for CPUs, "flash", "efficient"); one of these or "cudnn" by name; "reference";
-            or "auto", which is "sdpa".
+            (that for CPUs, "flash", "efficient"); one of these, "cudnn" or "flash_attn" by name;
+            "reference"; or "auto", "sdpa" with "flash_attn" after "flash".
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -105,7 +120,13 @@ class Config:
             unless something needs whole batches.
         predict_gather: who gets whole rows of predictions: "rank0_cpu", the first rank of a group;
             "all"; or "none", every rank keeps its part.
-        zero_stage: 0, every rank holds all parameters; 3, every rank of the job holds a part.
+        zero_stage: what is in parts on the ranks: 0, nothing; 1, parameters and the state of
+            optimizers between steps; 2, also gradients; 3, also parameters between the forward and
+            the backward of a block.
+        accumulate_gradients: what gradients are in between the micro-steps of a step: "whole",
+            added up on every rank; "parts", added up over the ranks; "auto".
+        param_gather: when the parameters of the next block are gathered: "fsdp", "early",
+            "after_attention", or "auto"; see `lightning_cp.gathers.Gathers`.
         verify: "first_batch" compares the first training step with that of one device; "off".
 
     Raises:
@@ -113,7 +134,7 @@ class Config:
     """
 
     layout: str | Balanced = "auto"
-    exchange: str | AllGather | Direct | Ring = "auto"
+    exchange: str | Exchange = "auto"
     overlap: bool = True
     attention_backend: str = "auto"
     documents: str = "auto"
@@ -121,6 +142,8 @@ class Config:
     sequence_dims: SequenceDims | None = None
     pad_to_multiple_of: int | None = None
     zero_stage: int = 0
+    param_gather: str = "auto"
+    accumulate_gradients: str = "auto"
     verify: str = "off"
     data: str = "check"
     shard_in: str = "auto"
@@ -134,10 +157,15 @@ class Config:
                 raise ConfigError(
                     f"{name}={value!r} is unknown; use one of {', '.join(allowed)}{made}"
                 )
-        if isinstance(self.zero_stage, bool) or self.zero_stage not in (0, 3):
+        if isinstance(self.zero_stage, bool) or self.zero_stage not in range(4):
             raise ConfigError(
-                f"zero_stage={self.zero_stage!r}: use 0 (every rank holds all parameters) or 3 "
-                f"(every rank holds a part of each); 1 and 2 are not available yet"
+                f"zero_stage={self.zero_stage!r}: use 0 (every rank holds everything), 1 (state of "
+                f"optimizers in parts), 2 (gradients, too) or 3 (parameters, too)"
+            )
+        if self.accumulate_gradients == "parts" and self.zero_stage < 2:
+            raise ConfigError(
+                f"accumulate_gradients='parts' keeps gradients in parts, which zero_stage="
+                f"{self.zero_stage} does not; use zero_stage=2 or 3, or leave it out"
             )
         whole = {"data": "broadcast", "verify": "first_batch"}
         for name, value in whole.items():
@@ -155,6 +183,24 @@ class Config:
                 f"padding than two tokens per rank"
             )
         _check_dims(self.sequence_dims)
+
+    @property
+    def whole_gradients(self) -> bool:
+        """Whether gradients stay whole while they are accumulated: by itself up to stage 1."""
+        wanted = self.accumulate_gradients
+        return self.zero_stage < 2 if wanted == "auto" else wanted == "whole"
+
+    def check(self, world: int) -> None:
+        """Refuse a layout or an exchange for another number of ranks than `world`.
+
+        Raises:
+            ConfigError: if speeds of ranks are not as many, or blocks of ranks do not make up the
+                group.
+        """
+        if isinstance(self.layout, Balanced):
+            self.layout.shares(world)
+        if self.exchange != "auto":
+            schedule_of(self.exchange).block(world)
 
 
 def _check_dims(dims: Any) -> None:

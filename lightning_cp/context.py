@@ -111,6 +111,7 @@ class Context:
         overlap: let messages travel while tiles are computed.
         compare_calls: compare every attention call's signature over the group before its first
             transfer (the first micro-steps of a stage).
+        a2a: process group of the same ranks for swaps of heads for tokens, `group` where None.
         module: weak reference to the root module, for names in messages.
         plans: plans that came with the batch, made where it was loaded.
         attended: called when the work of an attention call has been queued, forward or backward.
@@ -128,6 +129,7 @@ class Context:
     kernel: str = "auto"
     overlap: bool = True
     compare_calls: bool = False
+    a2a: Any = None
     module: "weakref.ref[torch.nn.Module] | None" = None
     plans: Mapping[PlanKey, Plan] = field(default_factory=dict)
     attended: Callable[[], None] | None = None

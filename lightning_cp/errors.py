@@ -8,6 +8,7 @@ ContextParallelError
     MismatchError    (also a RuntimeError)  ranks of one group disagree
     PeerError        (also a RuntimeError)  another rank failed, or did not answer in time
     VerificationError  (also a RuntimeError)  a step that differs with context parallelism
+    NonFiniteGradientError  (also a RuntimeError)  a norm of gradients that is infinite or NaN
 
 ContextParallelWarning  (a UserWarning)     a step that is probably not what its author means
 ```
@@ -42,6 +43,10 @@ class PeerError(ContextParallelError, RuntimeError):
 
 class VerificationError(ContextParallelError, RuntimeError):
     """A step whose outcome with context parallelism is not that of one device."""
+
+
+class NonFiniteGradientError(ContextParallelError, RuntimeError):
+    """The norm of the gradients is infinite or NaN, and the caller asked not to go on then."""
 
 
 class ContextParallelWarning(UserWarning):

@@ -1,28 +1,30 @@
-"""Sharded parameters: every rank of the job holds an equal part of each (FSDP2, ZeRO stage 3).
+"""Sharded parameters: every rank of a replica holds an equal part of each (FSDP2, ZeRO 1 to 3).
 
-A parameter is gathered for the time of its block's forward and backward; gradients are averaged
-over all ranks, which is the one gradient rule, and stay in parts, and so does what an optimizer
-keeps.
+A parameter is gathered for the time of its block's forward and backward, or of all in between;
+gradients are averaged over all ranks of all replicas, which is the one gradient rule, and stay in
+parts, and so does what an optimizer keeps.
 """
 
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map
 
+from lightning_cp.blocks import WrapPolicy, find_blocks
 from lightning_cp.compat import (
     can_reduce_unused,
     follow_requires_grad,
@@ -30,48 +32,92 @@ from lightning_cp.compat import (
     reduce_unused,
 )
 from lightning_cp.errors import ConfigError
+from lightning_cp.gradients import average
+from lightning_cp.materialize import Made, check_materials, has_meta, materialize
+from lightning_cp.mesh import ParameterMesh
 
-WrapPolicy = Collection[type[nn.Module]] | Callable[[nn.Module], bool]
-"""Which modules are gathered on their own: classes, or a function of a module."""
+
+@dataclass(frozen=True, kw_only=True)
+class Sharding:
+    """How parameters are cut.
+
+    Attributes:
+        stage: what is gathered only as long as it is needed. 1: gradients stay whole while they
+            are accumulated, and parameters from a forward to its backward. 2: gradients are cut
+            after every backward. 3: so are parameters after every forward of a block.
+        wrap: see `WrapPolicy`; None takes the repeated blocks: the children of a `ModuleList` or
+            `Sequential` that has two or more of their class. An empty collection wraps nothing.
+        policy: dtypes of gathered parameters and of reduced gradients.
+        offload: keep the parts, and what an optimizer makes of them, in the memory of the CPU.
+    """
+
+    stage: int
+    wrap: WrapPolicy | None = None
+    policy: MixedPrecisionPolicy | None = None
+    offload: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `fully_shard`."""
+        return {
+            "reshard_after_forward": False if self.stage in (1, 2) else None,
+            "mp_policy": self.policy or MixedPrecisionPolicy(),
+            "offload_policy": CPUOffloadPolicy() if self.offload else OffloadPolicy(),
+        }
 
 
 def shard(
     module: nn.Module,
-    mesh: DeviceMesh,
+    mesh: ParameterMesh,
+    sharding: Sharding,
     *,
-    wrap: WrapPolicy | None = None,
-    policy: MixedPrecisionPolicy | None = None,
-    steps: Iterable[str] = (),
+    device: torch.device,
+    convert: Callable[[nn.Module], Any] | None = None,
 ) -> None:
-    """Shard the parameters of a module over all ranks of a mesh, in place; a collective call.
+    """Shard the parameters of a module over the ranks of a mesh, in place; a collective call.
 
-    All ranks first take parameters and buffers of rank 0. Parameters outside of the wrapped blocks
-    are gathered together, for the time of a whole step.
+    Block by block, parameters and buffers come to the device, those on the device "meta" get
+    values, all ranks take those of the first, and then each keeps its part: no rank ever holds more
+    on its device than its parts and one block. Parameters outside of the wrapped blocks are
+    gathered together, for the time of a whole step. Parameters without dimensions stay whole; their
+    gradients are those of this rank until `average_loose`.
 
     Args:
-        module: the root module on this rank's device, the same on every rank.
-        mesh: one dimension with the ranks.
-        wrap: see `WrapPolicy`; None takes the repeated blocks: the children of a `ModuleList` or
-            `Sequential` that has two or more of their class. An empty collection wraps nothing.
-        policy: dtypes of gathered parameters and of reduced gradients.
-        steps: methods of the root beside `forward` that are called from outside.
+        module: the root module, the same on every rank but for values.
+        mesh: the ranks; with tensor parallelism what is cut for it is cut already.
+        sharding: how.
+        device: of this rank.
+        convert: gives a block that was on "meta" the dtype that it is trained in, where that is
+            another one.
 
     Raises:
-        ConfigError: on every rank alike, if a parameter has no dimensions, or if a wrapped block
-            shares a parameter with a module outside of it.
+        ConfigError: on every rank alike, if a wrapped block shares a parameter with a module
+            outside of it, or a module on "meta" cannot get values.
     """
-    scalars = [name for name, x in module.named_parameters() if x.ndim == 0]
-    if scalars:
-        raise ConfigError(
-            f"zero_stage=3: parameter {scalars[0]!r} has 0 dimensions, and a parameter is cut "
-            f"along its first; give it the shape (1,), or use zero_stage=0"
-        )
-    blocks = _blocks(module, wrap)
-    broadcast((*module.parameters(), *module.buffers()), group=mesh.get_group())
+    blocks = find_blocks(module, sharding.wrap)
+    check_materials(module)
+    loose = {x for x in module.parameters() if x.ndim == 0}
+    made: Made = {}
+    done: dict[int, Tensor] = {}  # by identity, which is theirs as long as they are here
     for part in (*blocks, module):
-        fully_shard(part, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+        if has_meta(part):
+            materialize(part, device, made)
+            if convert is not None:
+                convert(part)
+        new = [x for x in (*part.parameters(), *part.buffers()) if id(x) not in done]
+        _move(new, device)
+        _share_first(new, mesh)
+        ignored = loose & set(part.parameters())
+        fully_shard(part, mesh=mesh.parameters, ignored_params=ignored, **sharding.options())
         _keep_origin(part)
-    complete(module, steps)
+        done |= {id(x): x for x in (*part.parameters(), *part.buffers())}
+
+
+def complete_root(module: nn.Module, mesh: ParameterMesh, sharding: Sharding) -> None:
+    """Shard what the user left of a module of which parts are sharded already, the root itself."""
+    if not isinstance(module, FSDPModule):
+        loose = {x for x in module.parameters() if x.ndim == 0}
+        fully_shard(module, mesh=mesh.parameters, ignored_params=loose, **sharding.options())
+        _keep_origin(module)
 
 
 def complete(module: nn.Module, steps: Iterable[str]) -> None:
@@ -95,7 +141,7 @@ def check_version() -> None:
     """
     if not can_reduce_unused():
         raise ConfigError(
-            f"zero_stage=3: torch {torch.__version__} mixes up the gradients of parameters that "
+            f"sharded parameters: torch {torch.__version__} mixes up the gradients of those that "
             f"only some ranks use in a step; use zero_stage=0, or a torch that has "
             f"FSDPModule.set_reduce_scatter_unused_params (2.13 does)"
         )
@@ -111,28 +157,38 @@ def is_sharded(module: nn.Module) -> bool:
     return bool(sharded_parts(module))
 
 
-def check_sharded(module: nn.Module, *, world: int) -> None:
+def check_sharded(module: nn.Module, ranks: Collection[int]) -> None:
     """What must hold for a module that came sharded: the mean of its gradients is over all ranks.
 
+    Args:
+        module: the root module.
+        ranks: global ranks over which gradients are averaged.
+
     Raises:
-        ConfigError: on every rank alike, if the root, or a parameter that is trained, is not
-            sharded over `world` ranks.
+        ConfigError: on every rank alike, if a parameter that is trained is not sharded over them.
     """
-    if not isinstance(module, FSDPModule):
-        raise ConfigError(
-            f"zero_stage=3: parts of {type(module).__name__} are sharded already, but it is not; "
-            f"call fully_shard on the LightningModule itself at the end of configure_model, or "
-            f"leave sharding to the strategy and choose blocks with auto_wrap_policy"
-        )
     reshard(module)
     for name, x in module.named_parameters():
-        size = x.device_mesh.size() if isinstance(x, DTensor) else 1
-        if x.requires_grad and size != world:
+        own = x.device_mesh.mesh.flatten().tolist() if isinstance(x, DTensor) else []
+        if x.requires_grad and x.ndim and not set(ranks) <= set(own):
             raise ConfigError(
-                f"zero_stage=3: parameter {name!r} is sharded over {size} ranks, but the job has "
-                f"{world}, and gradients are averaged over all of them; shard it over all ranks, "
-                f"or leave sharding to the strategy"
+                f"parameter {name!r} is sharded over {max(len(own), 1)} ranks, but gradients are "
+                f"averaged over {len(ranks)}, {sorted(ranks)}; shard it with "
+                f"self.device_mesh['data_parallel'] (with replicas of "
+                f"self.device_mesh['data_parallel_replicate', 'data_parallel']), or leave sharding "
+                f"to the strategy"
             )
+
+
+def average_loose(module: nn.Module, *, group: Any) -> None:
+    """Average the gradients of what a sharded module keeps whole; a collective call."""
+    if is_sharded(module):
+        average(loose(module), group=group)
+
+
+def loose(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters that are trained and have no dimension to be cut along."""
+    return [x for x in module.parameters() if x.ndim == 0 and x.requires_grad]
 
 
 def reshard(module: nn.Module) -> None:
@@ -142,20 +198,22 @@ def reshard(module: nn.Module) -> None:
 
 
 @contextmanager
-def without_sync(module: nn.Module) -> Iterator[None]:
-    """Backwards inside keep whole gradients on their rank; the first one after adds them up.
+def without_sync(module: nn.Module, *, whole: bool) -> Iterator[None]:
+    """Backwards inside accumulate gradients; the first one after finishes their sums.
 
     Args:
         module: the root module.
+        whole: gradients stay whole on their rank, which takes memory and no messages; False: every
+            backward leaves each rank its part of the sum over its replica, as at rest.
     """
     roots = [module] if isinstance(module, FSDPModule) else []
     for root in roots:
-        root.set_requires_gradient_sync(False)
+        (root.set_requires_gradient_sync if whole else root.set_requires_all_reduce)(False)
     try:
         yield
     finally:
         for root in roots:
-            root.set_requires_gradient_sync(True)
+            (root.set_requires_gradient_sync if whole else root.set_requires_all_reduce)(True)
 
 
 def gather_by_hand(module: nn.Module) -> None:
@@ -179,11 +237,15 @@ def gather_by_hand(module: nn.Module) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor], *, group: Any) -> None:
-    """Give every rank of a group the tensors of its first, in place."""
+    """Give every rank of a group the tensors of its first, in place; of sharded ones the parts."""
+    if dist.get_world_size(group) == 1:
+        return
     source = dist.get_global_rank(group, 0)
     with torch.no_grad():
-        for tensor in tensors:
-            sent = tensor.detach().contiguous()
+        for whole_or_part in tensors:
+            tensor = whole_or_part.detach()
+            tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            sent = tensor.contiguous()
             dist.broadcast(sent, source, group=group)
             if sent.data_ptr() != tensor.data_ptr():
                 tensor.copy_(sent)
@@ -244,46 +306,19 @@ def part_of(value: Any, like: Tensor) -> Any:
     return distribute_tensor(moved, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _blocks(module: nn.Module, wrap: WrapPolicy | None) -> list[nn.Module]:
-    """Modules to wrap, inner ones first."""
-    if wrap is None:
-        found = [part for part in _repeated(module) if not _shared(part, module)]
-    else:
-        chosen = wrap if callable(wrap) else _is_one_of(tuple(wrap))
-        found = [x for x in reversed(list(module.modules())) if x is not module and chosen(x)]
-        names = {part: name for name, part in module.named_modules()}
-        for part in found:
-            if _shared(part, module):
-                raise ConfigError(
-                    f"auto_wrap_policy: module {names[part]!r} shares a parameter with a module "
-                    f"outside of it, and they are gathered at different times; leave it out"
-                )
-    return [part for part in found if any(True for _ in part.parameters())]
+def _move(tensors: list[Tensor], device: torch.device) -> None:
+    """Bring tensors to a device, in place."""
+    for x in tensors:
+        if x.device != device:
+            x.data = x.data.to(device)
 
 
-def _is_one_of(classes: tuple[type[nn.Module], ...]) -> Callable[[nn.Module], bool]:
-    return lambda part: isinstance(part, classes)
-
-
-def _repeated(module: nn.Module) -> list[nn.Module]:
-    """The outermost blocks that a list or sequence holds more than one of."""
-    children = list(module.children())
-    listed = isinstance(module, nn.ModuleList | nn.Sequential)
-    counts = Counter(type(child) for child in children) if listed else Counter()
-    found: dict[nn.Module, None] = {}
-    for child in children:
-        callable_ = type(child).forward is not nn.Module.forward
-        blocks = [child] if counts[type(child)] > 1 and callable_ else _repeated(child)
-        found.update(dict.fromkeys(blocks))
-    return list(found)
-
-
-def _shared(part: nn.Module, root: nn.Module) -> bool:
-    """Whether a module outside of `part` has one of its parameters."""
-    inside = set(part.modules())
-    own = {id(x) for x in part.parameters()}
-    outside = (other for other in root.modules() if other not in inside)
-    return any(id(x) in own for other in outside for x in other.parameters(recurse=False))
+def _share_first(tensors: list[Tensor], mesh: ParameterMesh) -> None:
+    """Give all ranks of a mesh the values of its first; what is cut for the layers stays cut."""
+    whole = [x for x in tensors if not isinstance(x, DTensor)]
+    broadcast(whole, group=mesh["tensor_parallel"].get_group())
+    for name in ("data_parallel_replicate", "data_parallel"):
+        broadcast(tensors, group=mesh[name].get_group())
 
 
 def _outside(module: nn.Module) -> Iterator[nn.Module]:

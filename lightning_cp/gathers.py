@@ -82,9 +82,9 @@ class Gathers:
         self._ahead.clear()
         self._inside = None
 
-    def close(self) -> None:
-        """Leave the blocks to FSDP2."""
-        self.settle()
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the blocks to FSDP2; see `settle`."""
+        self.settle(failed=failed)
         for hook in self._hooks:
             hook.remove()
         self._arrange("fsdp")

@@ -172,6 +172,7 @@ def _parallel(module: nn.Module, given: ContextParallel | None) -> Iterator[Cont
     mesh = build_mesh(topology, device=device, timeout=PATIENCE)
     own = ContextParallel(
         mesh.cp,
+        a2a=mesh.cp_a2a,
         meta=mesh.meta,
         rank=mesh.coordinates.cp,
         world=world,

@@ -41,7 +41,7 @@ class Work:
     def wait(self) -> None:
         if self._operation.op == "irecv":
             op = self._operation
-            op.tensor.copy_(self._boxes.take(op.group_peer, op.group))
+            op.tensor.copy_(self._boxes.take(op.group_peer, op.group, "keys"))
 
 
 class FakeGroups:
@@ -68,7 +68,7 @@ class FakeGroups:
             assert op.tensor.is_contiguous()
             assert op.tensor.numel() > 0
             if op.op == "isend":
-                self._boxes.leave(rank, op.group_peer, op.tensor)
+                self._boxes.leave(rank, op.group_peer, op.tensor, "keys")
         assert len({op.tensor.dtype for op in operations}) == 1
         self.batches[rank].append([(op.op, op.group_peer, op.tensor.nbytes) for op in operations])
         return [Work(self._boxes, op) for op in operations]
@@ -82,7 +82,10 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeGroups:
 
 
 def run(plans: list[Plan], heads: int, kv_heads: int) -> None:
-    """Forward and backward of every rank in turn, in bfloat16 so that gradients are wider."""
+    """Forward and backward of every rank in turn, in bfloat16 so that gradients are wider.
+
+    Messages of every role are on one communicator, which allows least.
+    """
     kernel, links = KERNELS["reference"], [p2p.GroupLink(plan.rank) for plan in plans]
     shapes = [((heads, plan.q_size), (kv_heads, plan.kv_size)) for plan in plans]
     inputs = [
@@ -150,7 +153,7 @@ def test_named_layouts(exchange: str, world: int, fake: FakeGroups) -> None:
                 build_plan(layout, layout, mask, rank=rank, exchange=exchange)
                 for rank in range(world)
             ]
-            run(plans, heads=4, kv_heads=2)
+            run(plans, heads=8, kv_heads=2)
             check(fake.batches)
             assert fake.batches or mask.window is not None
             fake.batches.clear()
@@ -160,9 +163,8 @@ def test_random_calls(fake: FakeGroups) -> None:
     cases: list[Case] = [draw(n, seed=9, most_tokens=30, most_ranks=7) for n in range(150)]
     for case in cases:
         q_layout, kv_layout = case.layouts
-        schedule = SCHEDULES[case.exchange](head_chunks=case.head_chunks)
         plans = [
-            build_plan(q_layout, kv_layout, case.mask, rank=rank, exchange=schedule)
+            build_plan(q_layout, kv_layout, case.mask, rank=rank, exchange=case.schedule)
             for rank in range(case.world)
         ]
         mask = case.mask

@@ -8,6 +8,7 @@ from lightning_cp.cli.bench.attention.settings import Launch
 from lightning_cp.cli.main import FAILED, main
 
 SMALL = ["--seqlen", "256", "--heads", "2", "--head-dim", "16", "--repeats", "1", "--launches", "1"]
+EVERY = ["allgather", "direct", "hybrid", "ring", "ulysses"]
 KEYS = {
     "exchange",
     "layout",
@@ -40,6 +41,10 @@ KEYS = {
         (["--seqlen", "-1"], "--seqlen -1 is less than 1"),
         (["--repeats", "0"], "--repeats 0 is less than 1"),
         (["--heads", "8", "--kv-heads", "3"], "--kv-heads 3 does not divide --heads 8"),
+        (
+            ["--world", "4", "--heads", "2", "--exchange", "ulysses"],
+            "--exchange ulysses with --heads 2: 4 ranks swap heads for tokens",
+        ),
         (["--kv-heads", "0"], "--kv-heads 0 is less than 1"),
         (["--documents", "100,200"], "--documents 100,200 are 300 tokens, --seqlen is 8192"),
         (["--documents", "8192,0"], "a document has 1 token or more"),
@@ -95,7 +100,7 @@ def test_command(tmp_path, capfd):
     options = [*SMALL, "--dtype", "fp32", "--json", str(file), "--out", str(folder)]
     assert main(["bench", "attention", *options]) == 0
     found = json.loads(file.read_text())
-    assert [row["exchange"] for row in found["rows"]] == ["allgather", "direct", "ring"]
+    assert [row["exchange"] for row in found["rows"]] == EVERY
     for row in found["rows"]:
         assert set(row) == KEYS
         assert (row["world"], row["dtype"], row["seqlen"]) == (2, "fp32", 256)
@@ -154,4 +159,4 @@ def test_a_failed_process_is_an_error(capfd, monkeypatch):
     assert launch.first
     assert launch.settings.kv_heads == launch.settings.heads == 2
     assert launch.settings.dtypes == ("fp32", "bf16")
-    assert launch.settings.exchanges == ("allgather", "direct", "ring")
+    assert launch.settings.exchanges == tuple(EVERY)

@@ -312,7 +312,7 @@ def test_nothing_to_do_calls_nothing(made: Any) -> None:
     assert made(Flash(), [], Q, KV) == ([], [], [], [])
 
 
-NAMES = ["flash", "efficient", "cudnn"]
+NAMES = ["flash", "flash_attn", "efficient", "cudnn"]
 MASKS = {
     "causal": Mask.causal(23),
     "full": Mask.full(23),

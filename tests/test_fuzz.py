@@ -13,7 +13,7 @@ from lightning_cp.cli.bench.fuzz.check import check, visible
 from lightning_cp.cli.main import main
 from lightning_cp.exchange import running
 from lightning_cp.mask import Mask, Rect
-from lightning_cp.plan import build_plan
+from lightning_cp.plan import SCHEDULES, build_plan
 from lightning_cp.plan.direct import Direct
 from lightning_cp.spans import Span, Spans
 from tests._harness.simulate import dense
@@ -24,7 +24,7 @@ CASES = [draw(number, seed=5, most_tokens=40, most_ranks=6) for number in range(
 def test_draws_repeat_and_cover_what_there_is() -> None:
     assert draw(7, seed=5, most_tokens=40, most_ranks=6) == CASES[7]
     assert draw(7, seed=6, most_tokens=40, most_ranks=6) != CASES[7]
-    assert {case.exchange for case in CASES} == {"allgather", "direct", "ring"}
+    assert {case.exchange for case in CASES} == set(SCHEDULES)
     assert {case.world for case in CASES} == set(range(1, 7))
     for name in ("documents", "keys", "window"):
         given = [getattr(case.mask, name) is not None for case in CASES]

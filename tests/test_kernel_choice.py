@@ -9,6 +9,9 @@ from torch._subclasses import FakeTensorMode
 
 from lightning_cp.errors import RefusedError
 from lightning_cp.kernels import KERNELS, resolve
+from lightning_cp.kernels.flash_attn import FlashAttn
+from lightning_cp.kernels.scores import Scores
+from tests._harness import flash_attn
 
 
 def fake(dtype: torch.dtype, size: int, value: int | None = None) -> tuple[Tensor, Tensor]:
@@ -46,6 +49,19 @@ def test_resolve_on_cuda(device: Any, name: str, dtype: torch.dtype, size: int, 
     assert resolve(name, *fake(dtype, size)) is KERNELS[chosen]
 
 
+def test_resolve_with_flash_attn(device: Any) -> None:
+    capped = Scores(softcap=3.0)
+    with flash_attn.installed():
+        device(8)
+        assert resolve("auto", *fake(torch.bfloat16, 64)) is KERNELS["flash"]
+        assert type(resolve("auto", *fake(torch.bfloat16, 64), capped)) is FlashAttn
+        device(8, built=False)
+        assert resolve("auto", *fake(torch.bfloat16, 64)) is KERNELS["flash_attn"]
+        assert resolve("sdpa", *fake(torch.bfloat16, 64)) is KERNELS["efficient"]
+    with pytest.raises(RefusedError, match="which is not installed"):
+        resolve("flash_attn", *fake(torch.bfloat16, 64))
+
+
 def test_resolve_on_older_devices(device: Any) -> None:
     device(7)
     assert resolve("auto", *fake(torch.float16, 64)) is KERNELS["efficient"]
@@ -53,9 +69,10 @@ def test_resolve_on_older_devices(device: Any) -> None:
         resolve("auto", *fake(torch.bfloat16, 64))
     assert str(error.value) == (
         "attention_backend='auto': the sdpa kernel has no path for cuda tensors; the flash kernel "
-        "needs compute capability 8.0, this device has 7.5; the efficient kernel needs compute "
-        "capability 8.0, this device has 7.5; attention_backend='reference' computes anything, "
-        "slowly"
+        "needs compute capability 8.0, this device has 7.5; the flash_attn kernel needs the "
+        "package flash-attn, from 2.7 on, which is not installed; the efficient kernel needs "
+        "compute capability 8.0, this device has 7.5; attention_backend='reference' computes "
+        "anything, slowly"
     )
 
 

@@ -11,14 +11,14 @@ from lightning_cp.kernels import KERNELS
 from lightning_cp.kernels.base import Saved
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask
-from lightning_cp.plan import Plan, build_plan
+from lightning_cp.plan import Hybrid, Plan, Schedule, build_plan
 from tests._harness import oracle
 from tests._harness.grid import rotated
 
 HEADS, HEAD_DIM = 8, 64
 
 
-def plans(mask: Mask, layout: str, exchange: str, world: int) -> list[Plan]:
+def plans(mask: Mask, layout: str, exchange: str | Schedule, world: int) -> list[Plan]:
     held = LAYOUTS[layout](mask.q_length, world)
     return [build_plan(held, held, mask, rank=rank, exchange=exchange) for rank in range(world)]
 
@@ -63,7 +63,7 @@ def test_direct_moves_no_more_than_the_ring() -> None:
             assert moved(mask, layout, "direct") <= moved(mask, layout, "ring")
 
 
-def errors(world: int, exchange: str, dtype: torch.dtype) -> list[tuple[float, float]]:
+def errors(world: int, exchange: str | Schedule, dtype: torch.dtype) -> list[tuple[float, float]]:
     """Errors of out, dq, dk and dv in a group over those of one device: largest, and root mean."""
     length, heads = 512, 2
     mask, layout = Mask.causal(length), LAYOUTS["zigzag"](length, world)
@@ -103,10 +103,10 @@ def errors(world: int, exchange: str, dtype: torch.dtype) -> list[tuple[float, f
 
 @pytest.mark.parametrize(
     ("exchange", "dtype"),
-    rotated(("ring", "direct", "allgather"), [(torch.float32,), (torch.bfloat16,)]),
+    rotated(("ring", "direct", "allgather", Hybrid(2)), [(torch.float32,), (torch.bfloat16,)]),
     ids=str,
 )
-def test_error_is_flat_up_to_64_ranks(exchange: str, dtype: torch.dtype) -> None:
+def test_error_is_flat_up_to_64_ranks(exchange: str | Schedule, dtype: torch.dtype) -> None:
     found = {world: errors(world, exchange, dtype) for world in (2, 8, 16, 64)}
     assert max(largest for ratios in found.values() for largest, _ in ratios) <= 2, found
     for world in (8, 16, 64):

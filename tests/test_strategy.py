@@ -3,6 +3,7 @@
 import inspect
 from dataclasses import fields
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.strategies.model_parallel import ModelParallelStrategy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.api import Shard
@@ -19,7 +21,7 @@ from lightning_cp.data.cut import Rules, cut
 from lightning_cp.errors import ConfigError
 from lightning_cp.mesh import Mesh
 from lightning_cp.plan import Direct
-from lightning_cp.plugin.table import StartTable
+from lightning_cp.plugin.table import StartTable, attended
 from lightning_cp.topology import Topology
 from tests._harness.models import overridden
 from tests._harness.trainer import PoolEnvironment
@@ -37,6 +39,8 @@ OPTIONS: dict[str, Any] = {
     "shard_in": "main",
     "predict_gather": "all",
     "zero_stage": 3,
+    "accumulate_gradients": "whole",
+    "param_gather": "early",
     "verify": "first_batch",
 }
 
@@ -102,8 +106,16 @@ def test_options_arrive():
             r"layout='spiral' is unknown; use one of auto, balanced, contiguous, "
             "per_document_zigzag, zigzag",
         ),
-        ("exchange", "pigeon", r"exchange='pigeon' .* auto, allgather, direct, ring"),
-        ("exchange", Direct, r"Direct.*auto, allgather, direct, ring.* or Direct\(\), Ring\(\)"),
+        (
+            "exchange",
+            "pigeon",
+            r"exchange='pigeon' .* auto, allgather, direct, hybrid, ring, ulysses",
+        ),
+        (
+            "exchange",
+            Direct,
+            r"Direct.*auto, allgather, direct, hybrid, ring, ulysses.* or Direct\(\), Ring\(\)",
+        ),
         ("attention_backend", "magic", r"use one of auto, cudnn, efficient, flash, .*sdpa"),
         ("documents", "maybe", r"documents='maybe' .* auto, position_ids, none"),
         ("pad_to_multiple_of", 0, r"pad_to_multiple_of=0 must be a positive integer"),
@@ -112,7 +124,9 @@ def test_options_arrive():
         ("sequence_dims", {"tokens": "1"}, r"must map field names to a dimension"),
         ("sequence_dims", {0: 1}, r"must map field names to a dimension"),
         ("shard_in", "gpu", r"shard_in='gpu' .* auto, worker, main"),
-        ("zero_stage", 2, r"zero_stage=2: use 0 .* or 3 .*; 1 and 2 are not available yet"),
+        ("zero_stage", 4, r"zero_stage=4: use 0 .*, 1 .*, 2 .* or 3 "),
+        ("accumulate_gradients", "half", r"accumulate_gradients='half' .* auto, whole, parts"),
+        ("accumulate_gradients", "parts", r"'parts' .* zero_stage=0 does not; use zero_stage=2"),
     ],
 )
 def test_bad_option_is_refused_at_once(option, value, message):
@@ -204,15 +218,61 @@ def table(
         exchange="ring" if config.exchange == "auto" else config.exchange,
         kernel=config.attention_backend,
     )
-    mesh: Any = Mesh(topology=topology, rank=rank, cp=None, meta=None, grad=None, dp=None)
+    groups: Any = dict.fromkeys(("cp", "cp_a2a", "meta", "grad", "dp", "device"))
+    mesh: Any = Mesh(topology=topology, rank=rank, **groups)
     digest: Any = None
     return StartTable(mesh, config), Shard(part.batch, context, part, layout, digest, True)
+
+
+QUERIES = torch.empty(1, 1, 1, 64)
+
+
+def on_cuda(dtype: torch.dtype) -> Any:
+    """All that kernels ask of a tensor, as if there was a device."""
+    return SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=QUERIES.shape)
+
+
+@pytest.mark.parametrize(
+    ("given", "queries", "words"),
+    [
+        ("sdpa", QUERIES.double(), "sdpa (sdpa, for float64 on cpu)"),
+        ("reference", QUERIES, "reference"),
+        ("auto", on_cuda(torch.bfloat16), "flash (auto, for bfloat16 on cuda; sdpa has no path"),
+        ("auto", on_cuda(torch.float32), "efficient (auto, for float32 on cuda; sdpa has no path"),
+        ("flash", QUERIES, "none: attention_backend='flash': the flash kernel runs on CUDA"),
+    ],
+)
+def test_table_says_which_kernel_is_taken(given, queries, words, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    start, shard = table(1, 2, {"input_ids": torch.zeros(1, 8)}, attention_backend=given)
+    found = dict(start.rows(shard, "in a test", queries))["attention kernel"]
+    assert found.startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("precision", "policy", "dtype"),
+    [
+        ("32-true", None, torch.float32),
+        ("64-true", None, torch.float64),
+        ("bf16-true", None, torch.bfloat16),
+        ("bf16-mixed", None, torch.bfloat16),
+        ("32-true", torch.bfloat16, torch.bfloat16),
+        ("16-true", None, torch.float16),
+    ],
+)
+def test_dtype_of_queries_is_that_of_the_step(precision, policy, dtype):
+    plugin = pl.Trainer(accelerator="cpu", precision=precision, logger=False).precision_plugin
+    module = plugin.convert_module(torch.nn.Linear(2, 2))
+    given = None if policy is None else MixedPrecisionPolicy(param_dtype=policy)
+    found = attended(module, plugin, given, torch.device("cpu"))
+    assert (found.dtype, found.device.type) == (dtype, "cpu")
 
 
 def test_table_of_numbers():
     batch = {"input_ids": torch.zeros(3, 21, dtype=torch.int64), "labels": torch.ones(3, 21)}
     start, shard = table(2, 2, batch, pad_to_multiple_of=8)
-    rows = dict(start.rows(shard, "in a test"))
+    rows = dict(start.rows(shard, "in a test", QUERIES))
     assert rows["data x context ranks"] == "2 x 2 = 4"
     assert rows["context groups"] == "[0, 1]; [2, 3]"
     assert rows["global batch"] == "6 rows, 126 tokens per micro-step"
@@ -223,7 +283,7 @@ def test_table_of_numbers():
     assert rows["dummy tokens per row"] == "3"
     assert rows["layout"] == "zigzag (auto)"
     assert rows["exchange"] == "ring (auto)"
-    assert rows["attention kernel"] == "sdpa (auto)"
+    assert rows["attention kernel"] == "sdpa (auto, for float32 on cpu)"
 
 
 def test_table_of_choices():
@@ -238,7 +298,7 @@ def test_table_of_choices():
         documents="none",
         sequence_dims={"scores": 0},
     )
-    rows = dict(start.rows(shard, "in a test"))
+    rows = dict(start.rows(shard, "in a test", QUERIES))
     assert rows["data x context ranks"] == "1 x 3 = 3"
     assert rows["fields cut (dim)"] == "scores (0), position_ids (1)"
     assert rows["fields added"] == "none"
@@ -254,8 +314,8 @@ def test_table_is_printed_once_on_the_first_rank(capsys):
     batch = {"input_ids": torch.zeros(1, 8, dtype=torch.int64)}
     for rank, times in ((0, 1), (1, 0)):
         start, shard = table(1, 2, batch, rank)
-        start.show(shard, "in a test")
-        start.show(shard, "in a test")
+        start.show(shard, "in a test", QUERIES)
+        start.show(shard, "in a test", QUERIES)
         printed = capsys.readouterr().out
         assert printed.count("context parallelism") == times
         assert printed.count("8 tokens per micro-step") == times

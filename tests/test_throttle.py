@@ -93,7 +93,7 @@ def test_blocking_messages_are_posted_when_waited_for():
     waiting = link.exchange([(1, message(4))], [])
     assert boxes.empty
     waiting.wait()
-    assert boxes.take(0, 1).tolist() == [0, 1, 2, 3]
+    assert boxes.take(0, 1, "keys").tolist() == [0, 1, 2, 3]
 
 
 def emulated(rank, world, rate, size):

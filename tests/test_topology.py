@@ -93,16 +93,82 @@ def test_config_error_is_a_value_error_of_the_package() -> None:
 
 
 @pytest.mark.parametrize(("dp", "cp"), [(1, 1), (1, 4), (4, 1), (3, 2), (2, 32)])
-def test_ranks_and_groups_agree(dp: int, cp: int) -> None:
-    topology = Topology(dp=dp, cp=cp)
-    groups = topology.cp_groups()
-    assert [rank for group in groups for rank in group] == list(range(dp * cp))
-    for rank in range(dp * cp):
-        at = topology.coordinates(rank)
-        assert groups[at.dp][at.cp] == rank
+@pytest.mark.parametrize(("tp", "pp"), [(1, 1), (3, 1), (2, 2)])
+def test_ranks_and_groups_agree(dp: int, cp: int, tp: int, pp: int) -> None:
+    topology = Topology(dp=dp, cp=cp, tp=tp, pp=pp)
+    at = [topology.coordinates(rank) for rank in range(topology.world)]
+    assert len(set(at)) == topology.world == dp * cp * tp * pp
+    for axis, number in (("cp", 1), ("tp", 2), ("pp", 3)):
+        groups = topology.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == list(range(topology.world))
+        for group in groups:
+            assert [at[rank][number] for rank in group] == list(range(getattr(topology, axis)))
+            assert len({(*at[rank][:number], *at[rank][number + 1 :]) for rank in group}) == 1
+    for group in topology.groups("dp_replicate", "dp_shard"):
+        assert [at[rank].dp for rank in group] == list(range(dp))
+        assert len({at[rank][1:] for rank in group}) == 1
 
 
 def test_peers_are_neighbours() -> None:
     topology = Topology(dp=2, cp=3)
-    assert topology.cp_groups() == ((0, 1, 2), (3, 4, 5))
+    assert topology.groups("cp") == ((0, 1, 2), (3, 4, 5))
     assert topology.coordinates(4) == Coordinates(dp=1, cp=1)
+    shared = Topology(dp=1, cp=2, tp=2)
+    assert shared.groups("tp") == ((0, 1), (2, 3))
+    assert shared.groups("cp") == ((0, 2), (1, 3))
+    assert shared.groups("cp", "tp") == ((0, 1, 2, 3),)
+
+
+def test_replicas_are_groups_of_virtual_devices() -> None:
+    topology = Topology(dp=4, cp=2, dp_replicate=2)
+    assert topology.dp_shard == 2
+    assert topology.groups("dp_shard", "cp") == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert topology.groups("dp_replicate") == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert topology.coordinates(6) == Coordinates(dp=3, cp=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"tp": 2}, (1, 4, 1)),
+        ({"tp": 2, "cp": 2}, (2, 2, 1)),
+        ({"tp": 4, "cp": 2}, (1, 2, 1)),
+        ({"tp": 2, "cp": 2, "dp_replicate": 2}, (2, 2, 2)),
+        ({"dp_replicate": 4, "dp": 4}, (4, 2, 4)),
+        ({"tp": 8}, (1, 1, 1)),
+    ],
+)
+def test_resolve_with_all_axes(sizes: dict[str, int], expected: tuple[int, int, int]) -> None:
+    found = Topology.resolve(world=8, local_world=8, **sizes)  # type: ignore[arg-type]
+    assert (found.dp, found.cp, found.dp_replicate) == expected
+    assert found.tp == sizes.get("tp", 1)
+    assert found.world == 8
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"tp": 3}, r"tensor_parallel_size=3 does not divide the 8 processes.*\[1, 2, 4, 8\]"),
+        ({"tp": 0}, "tensor_parallel_size=0: a size must be an integer of 1 or more$"),
+        ({"tp": "auto"}, "tensor_parallel_size='auto': a size must be an integer of 1 or more$"),
+        (
+            {"tp": 2, "cp": 8},
+            r"context_parallel_size=8 does not divide the 4 groups of 2 \(tensor_parallel_size\) "
+            r".*use one of \[1, 2, 4\]",
+        ),
+        (
+            {"tp": 2, "cp": 2, "dp": 4},
+            "data_parallel_size=4 x context_parallel_size=2 x tensor_parallel_size=2 = 16 ranks, "
+            "but the job has 8.*data_parallel_size=2 or 'auto'",
+        ),
+        (
+            {"cp": 2, "dp_replicate": 3},
+            r"data_parallel_replicate_size=3 does not divide data_parallel_size=4, .*\[1, 2, 4\]",
+        ),
+        ({"cp": 8, "dp_replicate": 2}, "data_parallel_replicate_size=2 does not divide .*size=1,"),
+        ({"dp_replicate": True}, "data_parallel_replicate_size=True: a size must"),
+    ],
+)
+def test_axes_that_do_not_fit(sizes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Topology.resolve(world=8, local_world=8, **sizes)

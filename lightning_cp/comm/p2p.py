@@ -19,7 +19,7 @@ two rounds before, and would need a second bound on memory. There is none.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +28,11 @@ from lightning_cp.comm.failure import named
 
 Message = tuple[int, Tensor]
 """A peer (rank within the group) and one contiguous buffer."""
+
+
+Role = Literal["keys", "heads"]
+"""What messages are for: keys, values and their gradients, or a swap of heads for tokens. Each role
+has a communicator of its own, on which messages are in order."""
 
 
 class Waiting(Protocol):
@@ -39,7 +44,9 @@ class Waiting(Protocol):
 class Link(Protocol):
     """What carries the messages of a plan: see `exchange`."""
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting: ...
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, role: Role = "keys"
+    ) -> Waiting: ...
 
 
 class GroupLink:
@@ -47,14 +54,19 @@ class GroupLink:
 
     Args:
         group: process group; peers are ranks within it.
+        heads: process group of the same ranks in the same order for swaps of heads for tokens,
+            `group` where None.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Any, heads: Any = None) -> None:
         self.group = group
+        self._groups: dict[Role, Any] = {"keys": group, "heads": group if heads is None else heads}
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, role: Role = "keys"
+    ) -> Waiting:
         """See `exchange`."""
-        return exchange(sends, receives, group=self.group)
+        return exchange(sends, receives, group=self._groups[role])
 
 
 class BlockingLink:
@@ -70,20 +82,24 @@ class BlockingLink:
     def __init__(self, link: Link) -> None:
         self._link = link
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, role: Role = "keys"
+    ) -> Waiting:
         """See `exchange`."""
-        return _Deferred(self._link, sends, receives)
+        return _Deferred(self._link, sends, receives, role)
 
 
 class _Deferred:
     """Messages that nobody has posted yet."""
 
-    def __init__(self, link: Link, sends: Sequence[Message], receives: Sequence[Message]) -> None:
-        self._link, self._sends, self._receives = link, sends, receives
+    def __init__(
+        self, link: Link, sends: Sequence[Message], receives: Sequence[Message], role: Role
+    ) -> None:
+        self._link, self._sends, self._receives, self._role = link, sends, receives, role
 
     def wait(self) -> None:
         """Post every message and wait for it."""
-        self._link.exchange(self._sends, self._receives).wait()
+        self._link.exchange(self._sends, self._receives, role=self._role).wait()
         self._sends, self._receives = (), ()
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
-from lightning_cp.comm.p2p import Link, Message, Waiting
+from lightning_cp.comm.p2p import Link, Message, Role, Waiting
 from lightning_cp.errors import ConfigError
 
 PROBE_BYTES = 8 * 2**20
@@ -46,13 +46,17 @@ class ThrottledLink:
         self._bytes_per_second = gbit_per_second * 1e9 / 8
         self._free = 0.0
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, role: Role = "keys"
+    ) -> Waiting:
         """See `lightning_cp.comm.p2p.exchange`."""
         left = [
             torch.tensor([self.leaves(buffer.nbytes)], dtype=torch.float64) for _, buffer in sends
         ]
         due = [torch.empty(1, dtype=torch.float64) for _ in receives]
-        pending = self._link.exchange(_interleaved(sends, left), _interleaved(receives, due))
+        pending = self._link.exchange(
+            _interleaved(sends, left), _interleaved(receives, due), role=role
+        )
         return _Paced(pending, [*left, *due])
 
     def leaves(self, size: int) -> float:

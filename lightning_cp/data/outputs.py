@@ -1,13 +1,13 @@
 """Outputs of a group of ranks put together: whole rows in their original order, each once."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_cp.comm.gather import all_gather, gather, gather_objects
+from lightning_cp.config import SequenceDims, place_of
 from lightning_cp.context import Context
 from lightning_cp.data.containers import PLAIN, children, join, leaves, rebuilt
 from lightning_cp.data.content import content_code
@@ -45,7 +45,7 @@ class Leaf(NamedTuple):
 
 
 def gather_outputs(
-    output: Any, context: Context, *, declared: Mapping[str, int | None], to: int | None = None
+    output: Any, context: Context, *, declared: SequenceDims, to: int | None = None
 ) -> Any:
     """Whole rows of everything that a step returned, dummy tokens removed.
 
@@ -130,7 +130,7 @@ class _Place(NamedTuple):
 
 
 def _place(
-    ranks: tuple[Leaf, ...], sequences: list[Sequence], declared: Mapping[str, int | None]
+    ranks: tuple[Leaf, ...], sequences: list[Sequence], declared: SequenceDims
 ) -> _Place | None:
     """Where a value is put together; None where it passes through."""
     first = ranks[0]
@@ -142,7 +142,8 @@ def _place(
         )
     shapes = [leaf.shape for leaf in ranks]
     said = first.name in declared
-    dim = declared[first.name] if said else 1
+    place = place_of(declared.get(first.name, 1))
+    dim = None if place is None else place.dim
     for sequence in sequences:
         if dim is None or not _are_parts(shapes, dim, sequence.layout.sizes):
             continue

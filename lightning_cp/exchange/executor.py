@@ -7,6 +7,7 @@ One rank runs its own to the end; ranks that share a process take turns, see `to
 """
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple, TypeVar
 
@@ -14,23 +15,31 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.p2p import Link
+from lightning_cp.exchange import switched
 from lightning_cp.exchange.probe import Probe, silent
 from lightning_cp.exchange.running import RunningAttention, RunningSum
 from lightning_cp.exchange.transfers import Fetch, Homing, Pair, empty_pair
 from lightning_cp.kernels import Kernel
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
-from lightning_cp.plan import Plan, Tile
+from lightning_cp.plan import Heads, Plan, Round, Tile
 
 T = TypeVar("T")
 Turns = Generator[None, None, T]
 
 
-class Heads(NamedTuple):
-    """A group of heads: key heads, and the query heads that read them."""
+class Running(NamedTuple):
+    """What all rounds of a call share: how tiles are computed, and what carries the messages."""
 
-    q: slice
-    kv: slice
+    kernel: Kernel
+    scale: float
+    link: Link
+    probe: Probe
+
+    def part(self, heads: Heads, plan: Plan, step: Round) -> "Running":
+        """The same for some heads of the call, and the rows of a round."""
+        made = self.kernel.part(slice(*heads.q), plan.queries, step.keys)
+        return self._replace(kernel=made)
 
 
 def token_major(q: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -66,15 +75,36 @@ def forward(
         Output `[B, H, S, Dv]` in the dtype of `q`, and LSE `[B, H, S]` in float (double for
         double), -inf and output 0 where a query sees no key. (As a generator: see [Note: turns].)
     """
-    dtype = state_dtype(q.dtype, len(plan.rounds))
+    call = Running(kernel, scale, link, probe)
+    if plan.switch is None:
+        return (yield from _forward(plan, call, _groups(plan, q, k), q, k, v))
+    results = _results(q, v)
+    attend = partial(_forward, plan, call)
+    yield from switched.forward(plan, attend, (q, k, v), results, link=link, probe=probe)
+    return results
+
+
+def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     out = token_major(q, v.shape[-1], q.dtype)
-    lse = q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
-    groups = _groups(plan, q, k)
-    own = [Pair(k[:, heads.kv], v[:, heads.kv]) for heads in groups]
-    fetch = Fetch(plan, own, link, probe)
+    return out, q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype))
+
+
+def _forward(
+    plan: Plan, call: Running, groups: Sequence[Heads], q: Tensor, k: Tensor, v: Tensor
+) -> Turns[tuple[Tensor, Tensor]]:
+    """All rounds of a plan, one group of heads of the call after the other.
+
+    The tensors begin with the first head of the first group; the key heads of a group serve
+    equally many query heads each.
+    """
+    dtype = state_dtype(q.dtype, len(plan.rounds))
+    out, lse = _results(q, v)
+    own = [_keys(heads.within(groups[0]), k, v) for heads in groups]
+    fetch = Fetch(plan, own, call.link, call.probe)
     fetch.post()
     for heads, here in zip(groups, own, strict=True):
-        results, queries = (out[:, heads.q], lse[:, heads.q]), q[:, heads.q]
+        some = slice(*heads.within(groups[0]).q)
+        results, queries = (out[:, some], lse[:, some]), q[:, some]
         running = RunningAttention(
             results[0] if q.dtype == dtype else token_major(queries, v.shape[-1], dtype),
             results[1] if lse.dtype == dtype else torch.empty_like(results[1], dtype=dtype),
@@ -85,34 +115,27 @@ def forward(
                 yield
                 buffer = fetch.wait()
                 fetch.post(buffer)
-            made = kernel.part(heads.q, plan.queries, step.keys)
-            _attend(made, step.tiles, queries, buffer, running, scale=scale, probe=probe)
+            made = call.part(heads, plan, step)
+            _attend(made, step.tiles, queries, buffer, running)
         del buffer
         running.finish()
-        running.sink(kernel.scores.per_head.of(heads.q).sinks)
-        with probe("copy"):
+        running.sink(call.kernel.scores.per_head.of(slice(*heads.q)).sinks)
+        with call.probe("copy"):
             _round_into(results, (running.out, running.lse))
         del running
     return out, lse
 
 
 def _attend(
-    kernel: Kernel,
-    tiles: Sequence[Tile],
-    q: Tensor,
-    buffer: Pair,
-    running: RunningAttention,
-    *,
-    scale: float,
-    probe: Probe,
+    call: Running, tiles: Sequence[Tile], q: Tensor, buffer: Pair, running: RunningAttention
 ) -> None:
-    parts = kernel.forward(tiles, q, buffer.k, buffer.v, scale=scale)
+    parts = call.kernel.forward(tiles, q, buffer.k, buffer.v, scale=call.scale)
     while True:
-        with probe("kernel"):
+        with call.probe("kernel"):
             part = next(parts, None)
         if part is None:
             return
-        with probe("merge"):
+        with call.probe("merge"):
             running.add(part)
         del part
 
@@ -144,31 +167,65 @@ def backward(
         dq, dk, dv in the shapes and dtypes of the inputs. Sums over tiles and ranks are in float
         (double for double) and cast once. (As a generator: see [Note: turns].)
     """
-    grads = (torch.empty_like(saved.q), torch.empty_like(k), torch.empty_like(v))
-    groups = _groups(plan, saved.q, k)
-    own = [Pair(k[:, heads.kv], v[:, heads.kv]) for heads in groups]
-    fetch = Fetch(plan, own, link, probe)
+    call = Running(kernel, scale, link, probe)
+    if plan.switch is None:
+        groups = _groups(plan, saved.q, k)
+        return (yield from _backward(plan, call, groups, saved, k, v, dtype=k.dtype))
+    differentiate = partial(_backward, plan, call)
+    inputs = saved, k, v
+    grads = yield from switched.backward(plan, differentiate, inputs, link=link, probe=probe)
+    if plan.switch.replicated and plan.switch.index:
+        for x in kernel.scores.grads:  # the first member has found those of all tokens
+            if x is not None:
+                x.zero_()
+    return grads
+
+
+def _backward(
+    plan: Plan,
+    call: Running,
+    groups: Sequence[Heads],
+    saved: Saved,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dtype: torch.dtype,
+) -> Turns[tuple[Tensor, Tensor, Tensor]]:
+    """All rounds of a plan, see `_forward`; dk and dv are of `dtype`."""
+    dk, dv = (torch.empty_like(x, dtype=dtype) for x in (k, v))
+    grads = (torch.empty_like(saved.q), dk, dv)
+    own = [_keys(heads.within(groups[0]), k, v) for heads in groups]
+    fetch = Fetch(plan, own, call.link, call.probe)
     fetch.post()
     home: _Home | None = None
     for heads, here in zip(groups, own, strict=True):
-        group = _Group(grads, heads, len(plan.rounds), probe)
-        rows = Saved(*(x[:, heads.q] for x in saved))
+        local = heads.within(groups[0])
+        group = _Group(grads, local, len(plan.rounds), call.probe)
+        rows = Saved(*(x[:, slice(*local.q)] for x in saved))
         for index, step in enumerate(plan.rounds):
             buffer = here  # gives up the buffer of the round before
-            made = kernel.part(heads.q, plan.queries, step.keys)
+            made = call.part(heads, plan, step)
             if not index:
-                _differentiate(made, step.tiles, rows, buffer, group, group.own, scale)
+                _differentiate(made, step.tiles, rows, buffer, group, group.own)
                 continue
             yield
             buffer = fetch.wait()
             fetch.post(buffer)
             received = empty_pair(buffer, step.size, state_dtype(k.dtype))
             sums = RunningSum(received.k), RunningSum(received.v)
-            _differentiate(made, step.tiles, rows, buffer, group, sums, scale)
+            _differentiate(made, step.tiles, rows, buffer, group, sums)
             yield from _settle(home)
             last = index + 1 == len(plan.rounds)
-            home = _Home(Homing(step, received, group.own, link, probe), group if last else None)
-            del received, sums
+            homing = Homing(
+                step,
+                received,
+                group.own,
+                wire=k.dtype if plan.half_grads else state_dtype(k.dtype),
+                link=call.link,
+                probe=call.probe,
+            )
+            home = _Home(homing, group if last else None)
+            del received, sums, homing
         if len(plan.rounds) == 1:
             group.finish()
     yield from _settle(home)
@@ -182,7 +239,8 @@ class _Group:
         self, grads: tuple[Tensor, Tensor, Tensor], heads: Heads, rounds: int, probe: Probe
     ) -> None:
         dq, dk, dv = grads
-        self._results = (dq[:, heads.q], dk[:, heads.kv], dv[:, heads.kv])
+        q, kv = slice(*heads.q), slice(*heads.kv)
+        self._results = (dq[:, q], dk[:, kv], dv[:, kv])
         dtype = state_dtype(grads[0].dtype, rounds)
         self.probe = probe
         self.dq, *own = (
@@ -222,15 +280,14 @@ def _settle(home: _Home | None) -> Turns[None]:
 
 
 def _differentiate(
-    kernel: Kernel,
+    call: Running,
     tiles: Sequence[Tile],
     rows: Saved,
     buffer: Pair,
     group: _Group,
     sums: tuple[RunningSum, RunningSum],
-    scale: float,
 ) -> None:
-    parts = kernel.backward(tiles, rows, buffer.k, buffer.v, scale=scale)
+    parts = call.kernel.backward(tiles, rows, buffer.k, buffer.v, scale=call.scale)
     while True:
         with group.probe("kernel"):
             part = next(parts, None)
@@ -251,7 +308,12 @@ def _groups(plan: Plan, q: Tensor, k: Tensor) -> list[Heads]:
     kv_heads, ratio = k.shape[1], q.shape[1] // k.shape[1]
     count = min(plan.head_chunks, kv_heads) if len(plan.rounds) > 1 else 1
     edges = [kv_heads * index // count for index in range(count + 1)]
-    return [Heads(slice(a * ratio, b * ratio), slice(a, b)) for a, b in pairwise(edges)]
+    return [Heads((a * ratio, b * ratio), (a, b)) for a, b in pairwise(edges)]
+
+
+def _keys(heads: Heads, k: Tensor, v: Tensor) -> Pair:
+    some = slice(*heads.kv)
+    return Pair(k[:, some], v[:, some])
 
 
 def run(turns: Turns[T]) -> T:

@@ -66,7 +66,7 @@ class _Incoming:
     def __init__(self, step: Round, source: Pair, link: Link, probe: Probe) -> None:
         self._size, self._like, self._probe = step.size, source, probe
         with probe("copy"):
-            sends = [(t.peer, _packed(source, t.rows)) for t in step.sends]
+            sends = [(t.peer, _packed(source, t.rows, source.k.dtype)) for t in step.sends]
         self._parts = [(t.rows, empty_pair(source, t.size)) for t in step.receives]
         with probe("communication"):
             self._pending = link.exchange(sends, _messages(step.receives, self._parts))
@@ -94,6 +94,7 @@ class Homing:
         step: the round.
         grads: gradients of its buffer, whole.
         own: gradients of the own keys and values, to which `add` adds what arrives.
+        wire: dtype in which they travel.
         link: what carries the messages.
         probe: is told of the phases.
     """
@@ -103,14 +104,16 @@ class Homing:
         step: Round,
         grads: Pair,
         own: tuple[RunningSum, RunningSum],
+        *,
+        wire: torch.dtype,
         link: Link,
         probe: Probe,
     ) -> None:
         self._own, self._probe = own, probe
         with probe("copy"):
-            sends = [(t.peer, _packed(grads, t.rows)) for t in step.returns]
+            sends = [(t.peer, _packed(grads, t.rows, wire)) for t in step.returns]
         like = Pair(own[0].total, own[1].total)
-        self._parts = [(t.rows, empty_pair(like, t.size, grads.k.dtype)) for t in step.collects]
+        self._parts = [(t.rows, empty_pair(like, t.size, wire)) for t in step.collects]
         with probe("communication"):
             self._pending = link.exchange(sends, _messages(step.collects, self._parts))
 
@@ -148,11 +151,12 @@ def _messages(
     ]
 
 
-def _packed(source: Pair, rows: Spans) -> Tensor:
+def _packed(source: Pair, rows: Spans, dtype: torch.dtype) -> Tensor:
     """Rows of keys and values in one message; without a copy where that is all of one buffer."""
-    if source.flat is not None and rows == ((0, source.k.shape[2]),):
+    whole = rows == ((0, source.k.shape[2]),) and dtype == source.k.dtype
+    if source.flat is not None and whole:
         return source.flat
-    packed = empty_pair(source, sum(stop - start for start, stop in rows))
+    packed = empty_pair(source, sum(stop - start for start, stop in rows), dtype)
     for part, x in ((packed.k, source.k), (packed.v, source.v)):
         at = 0
         for start, stop in rows:

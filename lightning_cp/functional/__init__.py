@@ -45,10 +45,30 @@ def local() -> Iterator[None]:
 
     For parts of a step that are meant to be local: a frozen teacher on replicated inputs,
     attention within one frame, generation in a callback. Attention and losses inside are not
-    swapped, and nothing is checked.
+    swapped, and nothing is checked. In compiled code it holds for torch's functions; those of this
+    package look at the whole sequence there.
     """
     with SLOT.suspend():
-        yield
+        if not torch.compiler.is_compiling():
+            yield
+            return
+        _enter()
+        try:
+            yield
+        finally:
+            _leave()
+
+
+def _enter() -> None:
+    """Part of a graph, and run wherever it is traced again: calls after it are local."""
+    SLOT.suspended += 1
+
+
+def _leave() -> None:
+    SLOT.suspended -= 1
+
+
+torch.compiler.allow_in_graph([_enter, _leave])
 
 
 def register_mask_mod(name: str, function: MaskMod) -> None:

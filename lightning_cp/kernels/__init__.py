@@ -9,6 +9,7 @@ from torch import Tensor
 from lightning_cp.errors import RefusedError
 from lightning_cp.kernels.base import Kernel
 from lightning_cp.kernels.flash import Flash
+from lightning_cp.kernels.flash_attn import FlashAttn
 from lightning_cp.kernels.fused import Cudnn, Efficient
 from lightning_cp.kernels.reference import Reference
 from lightning_cp.kernels.scores import PLAIN, Scores
@@ -18,6 +19,7 @@ KERNELS: dict[str, Kernel] = {
     "cudnn": Cudnn(),
     "efficient": Efficient(),
     "flash": Flash(),
+    "flash_attn": FlashAttn(),
     "reference": Reference(),
     "sdpa": Sdpa(),
 }
@@ -27,20 +29,23 @@ FAMILY = ("sdpa", "flash", "efficient")
 """Torch's fused kernels, in the order in which they are tried: CPU, CUDA in half precision, CUDA
 in float."""
 
-__all__ = ["FAMILY", "KERNELS", "Kernel", "resolve"]
+AUTO = ("sdpa", "flash", "flash_attn", "efficient")
+"""The same with that of flash-attn, for soft caps and builds of torch without flash attention."""
+
+__all__ = ["AUTO", "FAMILY", "KERNELS", "Kernel", "resolve"]
 
 
 def resolve(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Kernel:
     """The kernel for a call, made for its scores.
 
     The named one; of "auto" and "sdpa" the first fused one that fits, and where the scores have
-    terms that none of these computes, the reference.
+    terms that none of these computes, with "auto" the reference.
 
     Raises:
         RefusedError: if the named kernel, or every fast kernel, lacks a capability.
     """
     reasons = []
-    candidates = FAMILY if name in ("auto", "sdpa") else (name,)
+    candidates = {"auto": AUTO, "sdpa": FAMILY}.get(name, (name,))
     for candidate in (*candidates, "reference") if scores.terms and name == "auto" else candidates:
         kernel = KERNELS[candidate]
         reason = kernel.rejects(q, v) or kernel.lacks(scores)

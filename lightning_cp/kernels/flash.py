@@ -52,7 +52,7 @@ KEPT = 64
 """How many tensors of lengths and of row numbers stay on the device: those of the last plans."""
 
 
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """Where the rows of a pack lie among all tokens, and what its call is told of them."""
 
     q: Spans
@@ -93,21 +93,8 @@ class Flash(Kernel):
         rows, keys, values = (_tokens(x, size) for x in (q, k, v))
         for pack in packs(tiles):
             call = self._call(pack, q, k)
-            out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
-                self._take(rows, call.q),
-                self._take(keys, call.k),
-                self._take(values, call.k),
-                call.cum_q,
-                call.cum_k,
-                call.max_q,
-                call.max_k,
-                0.0,
-                call.causal,
-                False,
-                scale=scale,
-                window_size_left=call.left,
-                window_size_right=call.right,
-            )
+            taken = self._take(rows, call.q), self._take(keys, call.k), self._take(values, call.k)
+            out, lse = self._run(call, *taken, scale=scale)
             copies = q.shape[0] if pack.shared else 1
             out = unpacked(out[..., : v.shape[-1]], copies)
             lse = lse.unflatten(1, (copies, -1)).transpose(0, 1)
@@ -129,32 +116,53 @@ class Flash(Kernel):
             _tokens(x, size) for x in (q, saved.out, saved.grad_out, k, v)
         )
         lse = saved.lse.transpose(0, 1).flatten(1)
-        state = q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
         for pack in packs(tiles):
             call = self._call(pack, q, k)
-            grads = torch.ops.aten._flash_attention_backward.default(
-                self._take(grad, call.q),
+            taken = Saved(
                 self._take(rows, call.q),
-                self._take(keys, call.k),
-                self._take(values, call.k),
                 self._take(out, call.q),
                 self._take(lse, call.q, dim=1).contiguous(),
-                call.cum_q,
-                call.cum_k,
-                call.max_q,
-                call.max_k,
-                0.0,
-                call.causal,
-                *state,
-                scale=scale,
-                window_size_left=call.left,
-                window_size_right=call.right,
+                self._take(grad, call.q),
             )
+            sources = self._take(keys, call.k), self._take(values, call.k)
+            grads = self._run_backward(call, taken, *sources, scale=scale)
             copies = q.shape[0] if pack.shared else 1
             dq, dk, dv = (unpacked(x, copies) for x in grads)
             yield from _gradients(pack, dq[..., : head[0]], dk[..., : head[0]], dv[..., : head[1]])
 
-    def _call(self, pack: Pack, q: Tensor, k: Tensor) -> _Call:
+    def _run(
+        self, call: Call, q: Tensor, k: Tensor, v: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Output `[N, H, D]` and LSE `[H, N]` of all sequences of a call."""
+        out, lse, *_ = torch.ops.aten._flash_attention_forward.default(
+            *(q, k, v, call.cum_q, call.cum_k, call.max_q, call.max_k),
+            0.0,
+            call.causal,
+            False,
+            scale=scale,
+            window_size_left=call.left,
+            window_size_right=call.right,
+        )
+        return out, lse
+
+    def _run_backward(
+        self, call: Call, saved: Saved, k: Tensor, v: Tensor, *, scale: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv of all sequences of a call, given the output and LSE over all keys."""
+        q, out, lse, grad = saved
+        state = q.new_zeros(2, dtype=torch.uint64), q.new_zeros((), dtype=torch.uint64)
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward.default(
+            *(grad, q, k, v, out, lse, call.cum_q, call.cum_k, call.max_q, call.max_k),
+            0.0,
+            call.causal,
+            *state,
+            scale=scale,
+            window_size_left=call.left,
+            window_size_right=call.right,
+        )
+        return found
+
+    def _call(self, pack: Pack, q: Tensor, k: Tensor) -> Call:
         """What a call is told of a pack; see [Note: windows and short keys]."""
         batch, device = q.shape[0], q.device
         sequences = list(pack.sequences(batch))
@@ -164,7 +172,7 @@ class Flash(Kernel):
         max_k = max(stop - start for start, stop in k_spans)
         banded = pack.window not in (FULL, CAUSAL)
         left, right = pack.window if banded else (None, None)
-        return _Call(
+        return Call(
             q_spans,
             k_spans,
             self._cumulative(_at_zero(q_spans), device),

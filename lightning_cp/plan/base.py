@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from lightning_cp.plan.memory import Memory, Sizes, backward_peak, forward_peak, state_size
 from lightning_cp.plan.rounds import Round
+from lightning_cp.plan.switch import Switch
+from lightning_cp.plan.switch_memory import SwitchMemory
 from lightning_cp.spans import Spans
 
 
@@ -29,7 +31,10 @@ class Plan:
         rounds: round 0 works on the own shard; the others on received keys and values.
         head_chunks: all rounds are run for one group of heads after the other, as many groups as
             this, or as there are key heads.
-        queries: global positions of the local queries, in order.
+        queries: global positions of the queries of the rounds, in order.
+        half_grads: gradients of keys and values travel in the dtype of the keys.
+        switch: how heads are swapped for tokens before and after the rounds, which then work on
+            the tokens of a block of ranks; None where they are not.
     """
 
     rank: int
@@ -40,9 +45,21 @@ class Plan:
     rounds: tuple[Round, ...]
     head_chunks: int = 1
     queries: Spans = ()
+    half_grads: bool = False
+    switch: Switch | None = None
+
+    def rejects(self, heads: int, *, dropout: bool = False) -> str | None:
+        """Why a call with so many query heads cannot be run, and the way out, or None."""
+        return None if self.switch is None else self.switch.rejects(heads, dropout=dropout)
+
+    def own_heads(self, heads: int, kv_heads: int) -> tuple[int, int]:
+        """Query and key heads that this rank computes, of those of a call."""
+        if self.switch is None:
+            return heads, kv_heads
+        return self.switch.shares(heads, kv_heads)[self.switch.index].counts
 
     def work(self, batch: int = 1) -> int:
-        """Score elements per head that this rank computes for `batch` rows."""
+        """Score elements for `batch` rows of each of `own_heads`."""
         return sum(
             tile.pairs * (batch if tile.row is None else 1)
             for step in self.rounds
@@ -57,23 +74,60 @@ class Plan:
         itemsize: int,
         value_dim: int | None = None,
         batch: int = 1,
+        heads: int | None = None,
     ) -> Traffic:
         """Exact bytes that this rank sends and receives.
 
         Args:
             kv_heads: key and value heads; they are never expanded to the query heads.
             head_dim: size of a key.
-            itemsize: bytes of one element of keys and values. Gradients travel in at least four.
+            itemsize: bytes of one element of keys and values. Gradients on their way take at least
+                four, but for `half_grads`.
             value_dim: size of a value, `head_dim` where not given.
             batch: rows of the batch.
+            heads: query heads, `kv_heads` where not given; they count where heads are swapped for
+                tokens.
         """
-        row = batch * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim))
+        sizes = self._sizes(batch, heads or kv_heads, kv_heads, head_dim, value_dim, itemsize)
+        row = batch * self.own_heads(sizes.heads, kv_heads)[1] * (head_dim + sizes.value_dim)
         sent = row * itemsize * sum(t.size for step in self.rounds for t in step.sends)
         received = row * itemsize * sum(t.size for step in self.rounds for t in step.receives)
-        grad = row * max(itemsize, 4)
+        grad = row * (itemsize if self.half_grads else sizes.wire)
         returned = grad * sum(t.size for step in self.rounds for t in step.returns)
         collected = grad * sum(t.size for step in self.rounds for t in step.collects)
-        return Traffic(sent, received, sent + returned, received + collected)
+        (out, into), (out_again, into_again) = self._swapped(sizes)
+        return Traffic(
+            sent + out,
+            received + into,
+            sent + returned + out_again,
+            received + collected + into_again,
+        )
+
+    def _sizes(
+        self,
+        batch: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        value_dim: int | None,
+        itemsize: int,
+    ) -> Sizes:
+        value = head_dim if value_dim is None else value_dim
+        state = state_size(itemsize, len(self.rounds))
+        return Sizes(batch, heads, kv_heads, head_dim, value, itemsize, state)
+
+    def _swapped(self, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Bytes that swaps send and receive, in a forward and in a backward."""
+        if self.switch is None:
+            return (0, 0), (0, 0)
+        own = self.switch.shares(sizes.heads, sizes.kv_heads)
+        rows = self.switch.rows(sizes, half_grads=self.half_grads)
+        inputs, saved = (self.switch.crossing(own, row) for row in (rows.inputs, rows.saved))
+        results, grads = (self.switch.returning(own, row) for row in (rows.results, rows.grads))
+        return (
+            (inputs[0] + results[0], inputs[1] + results[1]),
+            (inputs[0] + saved[0] + grads[0], inputs[1] + saved[1] + grads[1]),
+        )
 
     def memory(
         self,
@@ -99,17 +153,13 @@ class Plan:
             value_dim: size of a value, `head_dim` where not given.
             batch: rows of the batch.
         """
-        sizes = Sizes(
-            batch,
-            heads,
-            heads if kv_heads is None else kv_heads,
-            head_dim,
-            head_dim if value_dim is None else value_dim,
-            itemsize,
-            state_size(itemsize, len(self.rounds)),
-        )
+        sizes = self._sizes(batch, heads, kv_heads or heads, head_dim, value_dim, itemsize)
+        if self.switch is not None:
+            found = SwitchMemory(self.switch, self.rounds, self.head_chunks, self.half_grads, sizes)
+            return Memory(found.forward(), found.backward())
         groups = sizes.groups(self.head_chunks if len(self.rounds) > 1 else 1)
+        wire = itemsize if self.half_grads else sizes.wire
         return Memory(
             forward_peak(self.rounds, groups, self.q_size, sizes),
-            backward_peak(self.rounds, groups, (self.q_size, self.kv_size), sizes),
+            backward_peak(self.rounds, groups, (self.q_size, self.kv_size), sizes, wire=wire),
         )

@@ -1,6 +1,7 @@
 """From layouts, a mask and an exchange to the plan of one rank."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,20 +11,28 @@ from lightning_cp.mask import Mask
 from lightning_cp.plan.allgather import AllGather
 from lightning_cp.plan.base import Plan
 from lightning_cp.plan.direct import Direct
+from lightning_cp.plan.hybrid import Hybrid
+from lightning_cp.plan.replicated import Replicated
 from lightning_cp.plan.ring import Ring
 from lightning_cp.plan.rounds import Round, Tile, Transfer
 from lightning_cp.plan.schedule import Demand, Schedule
+from lightning_cp.plan.switch import blocks, switch_of
 from lightning_cp.plan.tiles import cut, needed
+from lightning_cp.plan.ulysses import Ulysses
 from lightning_cp.spans import Piece, pieces, rows, total, union
 
 Distances = tuple[int, ...]
 """How many places before a rank the ranks are whose keys it reads in a round."""
 
+Exchange = AllGather | Direct | Hybrid | Replicated | Ring | Ulysses
+"""An exchange with options."""
 
-SCHEDULES: dict[str, type[AllGather] | type[Direct] | type[Ring]] = {
+SCHEDULES: dict[str, type[AllGather] | type[Direct] | type[Hybrid] | type[Ring] | type[Ulysses]] = {
     "allgather": AllGather,
     "direct": Direct,
+    "hybrid": Hybrid,
     "ring": Ring,
+    "ulysses": Ulysses,
 }
 
 
@@ -62,11 +71,12 @@ def build_plan(
         exchange: a name of `SCHEDULES`, or one of them with options.
 
     Returns:
-        A plan whose tiles cover each pair that a query of `rank` sees exactly once.
+        A plan whose tiles cover each pair that a query of `rank` sees exactly once. Where blocks
+        of ranks swap heads for tokens, they cover what the queries of the rank's block see.
 
     Raises:
         ConfigError: if the exchange or the rank is unknown, the layouts have different numbers of
-            ranks, or a layout is shorter than the mask.
+            ranks, a layout is shorter than the mask, or blocks do not make up the group.
     """
     if isinstance(exchange, str) and exchange not in SCHEDULES:
         raise ConfigError(f"exchange {exchange!r} is unknown; use one of {sorted(SCHEDULES)}")
@@ -82,7 +92,32 @@ def build_plan(
             f"the mask is for {mask.q_length} queries and {mask.kv_length} keys, the layouts hold "
             f"only {q_layout.length} and {kv_layout.length}; make the layouts at least as long"
         )
-    return _Builder(q_layout, kv_layout, mask, rank, schedule_of(exchange)).plan()
+    schedule = schedule_of(exchange)
+    size = schedule.block(q_layout.world)
+    if size == 1:
+        return _Builder(q_layout, kv_layout, mask, rank, schedule).plan()
+    return _swapped(q_layout, kv_layout, mask, rank, schedule)
+
+
+def _swapped(
+    q_layout: Layout, kv_layout: Layout, mask: Mask, rank: int, schedule: Schedule
+) -> Plan:
+    """The plan of a rank's block, and how the rank gets the tokens of the block."""
+    size = schedule.block(q_layout.world)
+    block, index = divmod(rank, size)
+    of_block = _Builder(
+        blocks(q_layout, size), blocks(kv_layout, size), mask, block, schedule
+    ).plan()
+    replicated = isinstance(schedule, Replicated)
+    return replace(
+        of_block,
+        rank=rank,
+        world=q_layout.world,
+        q_size=q_layout.size(rank),
+        kv_size=kv_layout.size(rank),
+        rounds=tuple(_between(step, size, index) for step in of_block.rounds),
+        switch=switch_of(q_layout, kv_layout, rank=rank, size=size, replicated=replicated),
+    )
 
 
 def schedule_of(exchange: str | Schedule) -> Schedule:
@@ -131,6 +166,7 @@ class _Builder:
             tuple(rounds),
             self.schedule.head_chunks,
             self.held[0],
+            self.schedule.half_grads,
         )
 
     def _buffer(self, distances: Distances) -> tuple[Piece, ...]:
@@ -190,3 +226,18 @@ class _Builder:
 def _nonempty(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
     """Zero-byte messages are never sent."""
     return tuple(transfer for transfer in transfers if transfer.rows)
+
+
+def _between(step: Round, size: int, index: int) -> Round:
+    """A round between blocks of `size` ranks as one between their members at place `index`."""
+
+    def members(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        return tuple(t._replace(peer=t.peer * size + index) for t in transfers)
+
+    return replace(
+        step,
+        sends=members(step.sends),
+        receives=members(step.receives),
+        returns=members(step.returns),
+        collects=members(step.collects),
+    )

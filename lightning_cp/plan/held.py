@@ -14,6 +14,11 @@ class Held:
     name: ClassVar[str] = "held"
     relay: ClassVar[bool] = False
     head_chunks: ClassVar[int] = 1
+    half_grads: ClassVar[bool] = False
+
+    def block(self, world: int) -> int:
+        """No ranks swap heads for tokens."""
+        return 1
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """None."""

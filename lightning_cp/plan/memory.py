@@ -100,14 +100,22 @@ def backward_peak(
     groups: Sequence[Sizes],
     shards: tuple[int, int],
     sizes: Sizes,
+    *,
+    wire: int,
+    wide: bool = False,
 ) -> int:
-    """The most bytes at a time in a backward; `shards` are local queries and keys."""
+    """The most bytes at a time in a backward; `shards` are local queries and keys.
+
+    An element of a gradient that travels has `wire` bytes. With `wide` the results of keys and
+    values are at least float.
+    """
     q_size, kv_size = shards
-    results = (q_size * sizes.query + kv_size * sizes.pair) * sizes.itemsize
+    own = sizes.wire if wide else sizes.itemsize
+    results = q_size * sizes.query * sizes.itemsize + kv_size * sizes.pair * own
     peak, homing, unfinished = 0, 0, 0
     for index, group in enumerate(groups):
-        widened = group.state != group.itemsize
-        running = (q_size * group.query + kv_size * group.pair) * group.state * widened
+        running = q_size * group.query * group.state * (group.state != group.itemsize)
+        running += kv_size * group.pair * group.state * (group.state != own)
         for at, step in enumerate(rounds):
             fixed = results + running + unfinished
             buffer = _buffer(step, group, first=not at)
@@ -119,8 +127,9 @@ def backward_peak(
             if at:
                 unfinished = 0
                 held = results + running + buffer + coming
-                row = group.pair * group.wire
-                whole, received = _whole(step.returns, step.size), _rows(step.collects) * row
+                row = group.pair * wire
+                whole = wire == group.wire and _whole(step.returns, step.size)
+                received = _rows(step.collects) * row
                 packed = 0 if whole else _rows(step.returns) * row
                 peak = max(peak, held + grads + packed + received)
                 homing = (grads if whole else packed) + received

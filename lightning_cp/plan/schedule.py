@@ -45,12 +45,15 @@ class Schedule(Protocol):
     """Who gets what in which round. Pure functions of ranks and spans, the same on every rank.
 
     In round `step` (from 1) a rank reads keys of the ranks that lie `rounds()[step - 1]` places
-    before it, in a circle.
+    before it, in a circle. Where blocks of ranks swap heads for tokens, `rounds` and `carried` are
+    about blocks in place of ranks.
 
     Attributes:
         name: what the exchange is called.
         relay: keys come from the neighbour, which got them a round earlier, not from the owner.
         head_chunks: into how many groups the heads are cut, which travel one after the other.
+        half_grads: gradients of keys and values travel in the dtype of the keys, also in half
+            precision.
     """
 
     @property
@@ -62,7 +65,18 @@ class Schedule(Protocol):
     @property
     def head_chunks(self) -> int: ...
 
+    @property
+    def half_grads(self) -> bool: ...
+
     def __hash__(self) -> int: ...
+
+    def block(self, world: int) -> int:
+        """How many neighbouring ranks swap heads for tokens and act as one; 1 where none do.
+
+        Raises:
+            ConfigError: if blocks of the size that was asked for do not make up `world` ranks.
+        """
+        ...
 
     def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
         """For every round the distances to the ranks whose keys are read; each distance once."""
@@ -73,14 +87,19 @@ class Schedule(Protocol):
         ...
 
 
-def check_chunks(head_chunks: int) -> None:
-    """Refuse what is no number of groups of heads.
+def check_options(head_chunks: int, half_grads: bool) -> None:
+    """Refuse what is no number of groups of heads, or no choice.
 
     Raises:
-        ConfigError: if it is no positive integer.
+        ConfigError: if `head_chunks` is no positive integer, or `half_grads` no bool.
     """
     if isinstance(head_chunks, bool) or not isinstance(head_chunks, int) or head_chunks < 1:
         raise ConfigError(
             f"head_chunks={head_chunks!r} must be a positive integer: into how many groups the "
             f"heads are cut, 1 for all at once"
+        )
+    if not isinstance(half_grads, bool):
+        raise ConfigError(
+            f"half_grads={half_grads!r} must be True, for gradients that travel in the dtype of "
+            f"the keys, or False, for at least four bytes an element"
         )

@@ -3,10 +3,9 @@
 from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -15,16 +14,19 @@ from typing_extensions import override
 
 from _lightning_cp_autoload import PRESETS
 from lightning_cp.balance import Balanced
+from lightning_cp.blocks import WrapPolicy
 from lightning_cp.compat import forward_sync_buffers
 from lightning_cp.config import Config, SequenceDim
 from lightning_cp.errors import ConfigError
-from lightning_cp.fsdp import WrapPolicy
-from lightning_cp.plan import AllGather, Direct, Ring
+from lightning_cp.materialize import has_meta
+from lightning_cp.plan import Exchange
+from lightning_cp.plugin.collectives import Collectives
 from lightning_cp.plugin.data import Loading
 from lightning_cp.plugin.flavor import Flavor
+from lightning_cp.plugin.launching import Launching, StartMethod, checked
 from lightning_cp.plugin.mixin import ContextParallelMixin
-from lightning_cp.plugin.sharding import ShardedParameters
-from lightning_cp.plugin.virtual import device_value, gather_group, reduces_over_devices
+from lightning_cp.plugin.parts import LayerPlan
+from lightning_cp.plugin.windows import GatherWindows
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -32,7 +34,9 @@ if TYPE_CHECKING:
 else:
     Host = object  # a concrete class brings the ParallelStrategy of its package
 
-T = TypeVar("T")
+Layouts = Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"] | Balanced
+Exchanges = Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"] | Exchange
+Backends = Literal["auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"]
 
 OTHERS = {
     name: f"that of {other} takes lightning_cp.plugin.{module}.ContextParallelStrategy"
@@ -44,7 +48,9 @@ OTHERS = {
 """By package, where the other one finds its strategy."""
 
 
-class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host):
+class ContextParallelBase(
+    ContextParallelMixin, Loading, Launching, GatherWindows, Collectives, Host
+):
     """Trains on sequences longer than one device can hold, with the user's module unchanged.
 
     A group of `context_parallel_size` ranks behaves like one bigger device: it reads the same
@@ -57,8 +63,23 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             what `data_parallel_size` leaves over.
         data_parallel_size: number of such groups, each with its own samples; "auto" takes what is
             left over.
-        zero_stage: 0, every rank holds all parameters; 3, parameters, gradients and the state of
-            optimizers are sharded over all ranks (FSDP2) and gathered block by block.
+        data_parallel_replicate_size: with zero_stage=1 to 3, how many replicas the groups make up:
+            parameters are in parts within each, and every replica has all of them (HSDP).
+        tensor_parallel_size: ranks that share each layer: the ranks of the job are those of
+            `data_parallel_size` x `context_parallel_size` x this. Which layers are shared, and how,
+            says `tensor_parallel_plan`, or a configure_model with
+            `self.device_mesh["tensor_parallel"]`. Needs zero_stage=1 to 3, or a configure_model
+            that calls fully_shard with `self.device_mesh["data_parallel"]`.
+        tensor_parallel_plan: styles of torch.distributed.tensor.parallel by the names of modules
+            (`{"net.blocks.*.mlp.0": ColwiseParallel()}`), or a function that is called with the
+            module and the mesh of its ranks.
+        zero_stage: what is in parts, on all ranks of a replica, and gathered when it is needed
+            (FSDP2): 0, nothing, every rank holds all; 1, parameters and the state of optimizers
+            from one step to the next; 2, gradients as well; 3, also parameters from the forward of
+            a block to its backward.
+        accumulate_gradients: "whole": while gradients are accumulated they stay whole on every
+            rank, and are averaged once; "parts": every backward leaves each rank its part of the
+            average, in less memory; "auto": "whole" with zero_stage=0 and 1, else "parts".
         layout: which tokens a rank holds: "zigzag" (even work for causal attention), "contiguous",
             "balanced" (for packed rows: even work and tokens, short documents whole on one rank,
             long ones on few), "per_document_zigzag", or "auto": zigzag, contiguous once a step made
@@ -66,14 +87,17 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             take less time. `lightning_cp.balance.Balanced` takes options.
         exchange: how keys and values travel: "direct" (exactly what a rank's queries see, from the
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
-            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles), or
-            "auto": direct. `lightning_cp.plan.Direct`, `Ring` and `AllGather` take options.
+            of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles),
+            "ulysses" (each rank gets all tokens of a part of the heads), "hybrid" (ulysses among
+            neighbours, direct between blocks of them), or "auto": direct. `lightning_cp.plan` has
+            `Direct`, `Ring`, `AllGather`, `Ulysses` and `Hybrid`, which take options, and
+            `Replicated`, for debugging.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
             fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
-            of these two or "cudnn" by name, "reference" (plain maths, slow), or
-            "auto": sdpa.
+            of these two, "cudnn" or "flash_attn" by name, "reference" (plain maths, slow), or
+            "auto": sdpa, with flash_attn where "flash" does not fit.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -102,20 +126,30 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             prediction writers write nothing); "all" ranks; "none", every rank keeps its part.
             Tensors [B, S_local, ...] are put together, and those whose dimension is declared in
             `sequence_dims` as "predictions.name"; everything else must be equal on all ranks.
-        auto_wrap_policy: with zero_stage=3, which modules are gathered on their own: classes, or a
-            function that says so of a module; None takes the children of every `ModuleList` or
+        auto_wrap_policy: with zero_stage=1 to 3, which modules are gathered on their own: classes,
+            or a function that says so of a module; None takes the children of every `ModuleList` or
             `Sequential` that holds two or more of their class. What is left is gathered for a step.
-        mp_policy: with zero_stage=3, dtypes of gathered parameters and reduced gradients; None
+        mp_policy: with zero_stage=1 to 3, dtypes of gathered parameters and reduced gradients; None
             computes what the precision of the Trainer does on one device, and averages gradients
             of half-precision parameters in float32.
-        save_distributed_checkpoint: with zero_stage=3, every rank writes its parts into a folder,
-            which any number of ranks can read; else the first rank writes one ordinary file.
+        param_gather: when the parameters of the next block are gathered: "fsdp", in torch's own
+            order; "early", when a block begins, forward and backward; "after_attention", when its
+            attention has been queued, so that its linear layers hide the gather and its keys do
+            not meet it; "auto", after the first step what is predicted to be fastest for its sizes.
+        cpu_offload: with zero_stage=1 to 3, keep the parts, and the state that optimizers make of
+            them, in the memory of the CPU.
+        save_distributed_checkpoint: with zero_stage=1 to 3, every rank writes its parts into a
+            folder, which any number of ranks can read; else the first rank writes one file.
         verify: "first_batch" runs the first training batch (at most 512 tokens of every row) with
             and without context parallelism before anything is trained, prints a table, and stops
             with the name of the first module that differs; "off".
         find_unused_parameters: with zero_stage=0, let a backward leave parameters out, as with
             `toggle_optimizer` or a branch that is not taken; that of torch's
-            DistributedDataParallel. With zero_stage=3 a backward may always do so.
+            DistributedDataParallel. With zero_stage=1 to 3 a backward may always do so.
+        start_method: how the Trainer starts the processes of a node where nobody else does:
+            "popen", the script again; "fork" or "spawn", by Python's multiprocessing, after which
+            the module in the process that started them has the parameters of the run; "auto",
+            "fork" in notebooks and other interactive sessions, else "popen".
         process_group_backend: backend of the default process group.
         timeout: how long a collective may wait.
 
@@ -126,23 +160,22 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
 
     strategy_name = "context_parallel"
     _followed: frozenset[int] = frozenset()
+    _num_nodes = 1
     _flavor: ClassVar[Flavor]
 
     def __init__(
         self,
         context_parallel_size: int | Literal["auto"] = "auto",
         data_parallel_size: int | Literal["auto"] = "auto",
+        data_parallel_replicate_size: int = 1,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_plan: LayerPlan | None = None,
         zero_stage: int = 0,
-        layout: Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"]
-        | Balanced = "auto",
-        exchange: Literal["auto", "allgather", "direct", "ring"]
-        | AllGather
-        | Direct
-        | Ring = "auto",
+        accumulate_gradients: Literal["auto", "whole", "parts"] = "auto",
+        layout: Layouts = "auto",
+        exchange: Exchanges = "auto",
         overlap: bool = True,
-        attention_backend: Literal[
-            "auto", "cudnn", "efficient", "flash", "reference", "sdpa"
-        ] = "auto",
+        attention_backend: Backends = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
         sequence_dims: dict[str, SequenceDim] | None = None,
@@ -152,9 +185,12 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         predict_gather: Literal["rank0_cpu", "all", "none"] = "rank0_cpu",
         auto_wrap_policy: WrapPolicy | None = None,
         mp_policy: MixedPrecisionPolicy | None = None,
+        param_gather: Literal["auto", "fsdp", "early", "after_attention"] = "auto",
+        cpu_offload: bool = False,
         save_distributed_checkpoint: bool = False,
         verify: Literal["off", "first_batch"] = "off",
         find_unused_parameters: bool = False,
+        start_method: StartMethod = "auto",
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -172,16 +208,19 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             shard_in=shard_in,
             predict_gather=predict_gather,
             zero_stage=zero_stage,
+            accumulate_gradients=accumulate_gradients,
+            param_gather=param_gather,
             verify=verify,
         )
-        self._wrap, self._policy = auto_wrap_policy, mp_policy
+        self._wrap, self._policy, self._offload = auto_wrap_policy, mp_policy, cpu_offload
+        self._replicate_size, self._tp_size = data_parallel_replicate_size, tensor_parallel_size
         self._distributed_checkpoint = save_distributed_checkpoint
-        self._find_unused = find_unused_parameters
+        self._find_unused, self._layer_plan = find_unused_parameters, tensor_parallel_plan
+        self._start_method = checked(start_method)
         self._check_options()
         self._cp_size, self._dp_size = context_parallel_size, data_parallel_size
         self._process_group_backend, self._timeout = process_group_backend, timeout
         self._forward_redirection = self._flavor.forward_redirection()
-        self._num_nodes = 1
 
     def __repr__(self) -> str:
         """Says which Trainer takes it: one of the other package quotes this when it refuses it."""
@@ -189,42 +228,6 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             f"{type(self).__module__}.{type(self).__name__} for the Trainer of "
             f"{self._flavor.pytorch}; {OTHERS[self._flavor.pytorch]}"
         )
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        devices = self.parallel_devices or [torch.device("cpu")]
-        return devices[self.local_rank]
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, set by the Trainer."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
-
-    @property
-    def num_processes(self) -> int:
-        """Processes on this node."""
-        return len(self.parallel_devices or ())
-
-    def set_world_ranks(self) -> None:
-        """Tell the cluster environment this process's rank; called by the Trainer."""
-        if self.cluster_environment is not None:
-            rank = self.node_rank * self.num_processes + self.local_rank
-            self.cluster_environment.set_global_rank(rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        for decorator in self._flavor.rank_zero_decorators:
-            decorator.rank = self.global_rank
-
-    @override
-    def _configure_launcher(self) -> None:
-        if self.cluster_environment is not None and self.num_processes * self.num_nodes > 1:
-            self._launcher = self._flavor.script_launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
 
     @override
     def setup_environment(self) -> None:
@@ -236,6 +239,9 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         if self.world_size > 1:
             self._connect()
             self._start_parallel(device=self.root_device, timeout=self._timeout)
+        module = self.lightning_module
+        asks = module is not None and self._flavor.is_overridden("configure_model", module)
+        self._make_device_mesh(self.topology, wanted=asks)
 
     def _connect(self) -> None:
         if self.cluster_environment is None:
@@ -256,12 +262,15 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
         self._refuse_iterators(self.lightning_module)
         self._choose_place(trainer)
         self.accelerator.setup(trainer)
+        self._prepare_module()
         if fitting and self._layer_sync:
             self.model = self._layer_sync.apply(self.model)
-        self.model = self.precision_plugin.convert_module(self.model)
+        if not has_meta(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         if self._shards:
             self._shard_parameters(trainer)
+            self._open_window(self.model)
         if fitting:
             self.model = self._setup_model(self.model)
             self.setup_optimizers(trainer)
@@ -302,7 +311,7 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
 
     @override
     def model_to_device(self) -> None:
-        if self.model is not None:
+        if self.model is not None and not self._shards:
             self.model.to(self.root_device)
 
     @override
@@ -321,50 +330,8 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
             with self.model.no_sync():
                 yield
         else:
-            with self._whole_gradients():
+            with self._accumulate():
                 yield
-
-    @override
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if not dist.is_initialized():
-            return
-        if dist.get_backend() == "nccl":
-            dist.barrier(device_ids=[self.root_device.index])
-        else:
-            dist.barrier()
-
-    @override
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    @override
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not isinstance(tensor, Tensor):
-            return tensor
-        within = self._mesh is not None and self.topology.cp > 1 and group is None
-        if self._mesh is not None and within and reduces_over_devices(reduce_op):
-            tensor.copy_(device_value(tensor, self._mesh, reduce_op))
-            group = self._mesh.dp
-        return self._flavor.reduce(tensor, group, reduce_op=reduce_op)
-
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        votes = torch.tensor(int(decision), device=self.root_device)
-        self._flavor.reduce(votes, None, reduce_op="sum")
-        return bool(votes == self.world_size) if all else bool(votes)
-
-    @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if self._mesh is not None and self.topology.cp > 1:
-            group = gather_group(self._mesh, group)
-            if group is self._mesh.dp and self.topology.dp == 1:
-                return tensor
-        gathered: Tensor = self._flavor.all_gather(tensor, group=group, sync_grads=sync_grads)
-        return gathered
 
     @override
     def _say(self, message: str) -> None:
@@ -380,10 +347,12 @@ class ContextParallelBase(ContextParallelMixin, Loading, ShardedParameters, Host
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._failed(exception)
+        self._close_window(failed=True)
         self._stop_parallel()
 
     @override
     def teardown(self) -> None:
+        self._close_window()
         self._stop_parallel()
         module = self.lightning_module
         if isinstance(self.model, DistributedDataParallel):

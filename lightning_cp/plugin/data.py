@@ -111,8 +111,9 @@ class Loading:
         if mesh is None:
             return loader
         place = mesh.coordinates
-        if self._config.data == "broadcast" and mesh.topology.cp > 1:
-            return SharedLoader(loader, first=place.cp == 0, group=mesh.meta)
+        if self._config.data == "broadcast" and mesh.topology.cp * mesh.topology.tp > 1:
+            first = place.cp == place.tp == 0
+            return SharedLoader(loader, first=first, group=mesh.device)
         return loader
 
     def _prepare_training(self, trainer: Any, loader: Any) -> None:

@@ -36,6 +36,8 @@ class Flavor:
         self.is_overridden: Any = import_module(f"{pytorch}.utilities.model_helpers").is_overridden
         launchers = import_module(f"{pytorch}.strategies.launchers")
         self.script_launcher: Any = launchers._SubprocessScriptLauncher
+        self.process_launcher: Any = launchers._MultiProcessingLauncher
+        self.interactive: bool = import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE
         ddp = import_module(f"{pytorch}.strategies.ddp")
         self.forward_redirection: Any = ddp._DDPForwardRedirection
         self.fitting: Any = import_module(f"{pytorch}.trainer.states").TrainerFn.FITTING

@@ -11,21 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.comm.failure import forget, report
+from lightning_cp.comm.gather import gather_objects
 from lightning_cp.config import Config
 from lightning_cp.context import SLOT, Context, reenter
 from lightning_cp.data.collate import ShardedBatch, Share
 from lightning_cp.data.content import content_code
 from lightning_cp.diagnostics.verify import step_of
-from lightning_cp.errors import BatchError, ConfigError, RefusedError
+from lightning_cp.errors import BatchError, ConfigError, MismatchError, RefusedError
 from lightning_cp.mesh import Mesh, build_mesh
 from lightning_cp.metrics import GroupMetrics, Groups
 from lightning_cp.plugin.cutting import CutPlace
 from lightning_cp.plugin.logs import StepLogs
 from lightning_cp.plugin.seeds import StepSeeds, base_seed
-from lightning_cp.plugin.table import StartTable
+from lightning_cp.plugin.table import StartTable, attended
 from lightning_cp.plugin.writers import MutedWriters
 from lightning_cp.topology import Size, Topology
 from lightning_cp.verification import verify
@@ -37,6 +39,8 @@ class ContextParallelMixin:
     _config: Config
     _cp_size: Size
     _dp_size: Size
+    _replicate_size: int
+    _tp_size: int
     _topology: Topology | None = None
     _mesh: Mesh | None = None
     _parallel: ContextParallel | None = None
@@ -50,6 +54,7 @@ class ContextParallelMixin:
     _verified: bool = False
     _muted: MutedWriters | None = None
     _place: CutPlace | None = None
+    _policy: MixedPrecisionPolicy | None = None
 
     @property
     def topology(self) -> Topology:
@@ -109,9 +114,14 @@ class ContextParallelMixin:
     def _resolve(self, world: int, local_world: int) -> None:
         """Resolve the sizes, before any rank talks to another."""
         topology = Topology.resolve(
-            world=world, local_world=local_world, cp=self._cp_size, dp=self._dp_size
+            world=world,
+            local_world=local_world,
+            cp=self._cp_size,
+            dp=self._dp_size,
+            dp_replicate=self._replicate_size,
+            tp=self._tp_size,
         )
-        if topology.cp > local_world:
+        if topology.cp * topology.tp > local_world:
             warnings.warn(
                 f"a context-parallel group of {topology.cp} ranks spans nodes of {local_world}; "
                 f"keys and values will travel over the network between nodes",
@@ -126,6 +136,7 @@ class ContextParallelMixin:
         if self.topology.cp > 1:
             self._parallel = ContextParallel(
                 self._mesh.cp,
+                a2a=self._mesh.cp_a2a,
                 meta=self._mesh.meta,
                 rank=self._mesh.coordinates.cp,
                 world=self.topology.cp,
@@ -140,7 +151,8 @@ class ContextParallelMixin:
     def _mute_writers(self, callbacks: Iterable[Any]) -> None:
         """Let prediction writers write on the rank that gets whole rows, and nowhere else."""
         gathered = self._parallel is not None and self._config.predict_gather == "rank0_cpu"
-        if gathered and self._mesh is not None and self._mesh.coordinates.cp > 0:
+        place = self._mesh.coordinates if self._mesh is not None else None
+        if gathered and place is not None and (place.cp > 0 or place.tp > 0):
             self._muted = MutedWriters(callbacks)
 
     def _watch_metrics(self, module: torch.nn.Module | None) -> None:
@@ -180,9 +192,10 @@ class ContextParallelMixin:
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
         """Move the whole batch, run the user's transfer hooks on it, and keep this rank's part."""
+        code = _code(batch) if self._mesh is not None else None
+        self._compare_samples(code)
         if self._parallel is None:
             return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
-        code = _code(batch)
         whole = super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
         module = self.lightning_module  # type: ignore[attr-defined]
         self._verify(whole)
@@ -194,8 +207,30 @@ class ContextParallelMixin:
             report(error)
             raise
         if self._table is not None and self._place is not None:
-            self._table.show(self._shard, self._place.words(whole, module.trainer._active_loop))
+            place = self._place.words(whole, module.trainer._active_loop)
+            self._table.show(self._shard, place, self._attended(module))
         return self._shard.batch
+
+    def _compare_samples(self, code: int | None) -> None:
+        """See that the ranks that share a layer got the same batch, or the same part of one.
+
+        Raises:
+            MismatchError: on every rank of the virtual device, if they did not.
+        """
+        if self._mesh is None or self._mesh.topology.tp == 1:
+            return
+        size = self._mesh.topology.tp
+        codes = gather_objects((self._mesh.rank, code), group=self._mesh.device)
+        for number, (rank, found) in enumerate(codes):
+            first, expected = codes[number - number % size]
+            if found != expected:
+                error = MismatchError(
+                    f"ranks {first} and {rank} share layers (tensor_parallel_size={size}), but "
+                    f"their batches differ; give both the same samples in the same order, or use "
+                    f"data='broadcast'"
+                )
+                self._failed(error)
+                raise error
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The user's step on this rank's part; its loss remembers the context for the backward."""
@@ -225,6 +260,10 @@ class ContextParallelMixin:
             self._failed(error)
             raise
         return loss
+
+    def _attended(self, module: torch.nn.Module) -> Tensor:
+        plugin, device = self.precision_plugin, self.root_device  # type: ignore[attr-defined]
+        return attended(module, plugin, self._policy, device)
 
     def _active(self) -> AbstractContextManager[None]:
         return nullcontext() if self._context is None else SLOT.activate(self._context)

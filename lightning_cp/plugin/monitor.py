@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-from lightning_cp.context import Context
+from lightning_cp.context import Context, Ran
 from lightning_cp.errors import ConfigError, ContextParallelWarning
-from lightning_cp.plan import group_load
+from lightning_cp.plan import Sizes, group_load
 from lightning_cp.plugin.mixin import ContextParallelMixin
 from lightning_cp.spans import total
 
@@ -62,8 +62,8 @@ def _work(context: Context) -> list[int]:
     work = [0] * context.world
     for call, times in context.log.ran.items():
         if not call.backward:
-            pairs = group_load(context.log.plans[call.handle]).work(call.batch)
-            work = [a + times * call.heads * b for a, b in zip(work, pairs, strict=True)]
+            pairs = group_load(context.log.plans[call.handle]).work(_sizes(call))
+            work = [a + times * b for a, b in zip(work, pairs, strict=True)]
     return work
 
 
@@ -71,13 +71,14 @@ def _kv_bytes(context: Context) -> int:
     """Bytes that all ranks of the group receive in the attention of a micro-batch."""
     return sum(
         times
-        * group_load(context.log.plans[call.handle]).bytes(
-            row=call.batch * call.kv_heads * (call.head_dim + call.value_dim),
-            itemsize=call.itemsize,
-            backward=call.backward,
-        )
+        * group_load(context.log.plans[call.handle]).bytes(_sizes(call), backward=call.backward)
         for call, times in context.log.ran.items()
     )
+
+
+def _sizes(call: Ran) -> Sizes:
+    heads, dims = (call.heads, call.kv_heads), (call.head_dim, call.value_dim)
+    return Sizes(call.batch, *heads, *dims, call.itemsize, max(call.itemsize, 4))
 
 
 def _unevenness(loads: Sequence[Sequence[int]]) -> float:

@@ -4,111 +4,31 @@ import shutil
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp import fsdp
 from lightning_cp.compat import before_backward
-from lightning_cp.config import Config
 from lightning_cp.errors import ConfigError
-from lightning_cp.mesh import Mesh, parameter_mesh
+from lightning_cp.gradients import clip_grad_norm, clip_grad_value
+from lightning_cp.materialize import has_meta
 from lightning_cp.plugin import folder
-
-if TYPE_CHECKING:
-    from lightning.pytorch.strategies.parallel import ParallelStrategy as Host
-else:
-    Host = object  # a concrete class brings the ParallelStrategy of its package
-
-STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-FOREIGN = (
-    "FSDPPrecision",
-    "DeepSpeedPrecision",
-    "BitsandbytesPrecision",
-    "TransformerEnginePrecision",
-)
-"""Precision plugins that are for another strategy, or replace parameters by their own."""
-
-AVERAGING = ("StochasticWeightAveraging", "WeightAveraging")
-"""Callbacks that copy the module, which a sharded one refuses."""
+from lightning_cp.plugin.parts import Parts
 
 
-class ShardedParameters(Host):
-    """Shards parameters, gradients and the state of optimizers over all ranks: `zero_stage=3`.
+class ShardedParameters(Parts):
+    """What is otherwise in a run whose parameters are sharded.
 
     With `zero_stage=0`, and on one rank, everything is left to the class behind.
     """
 
-    _config: Config
-    _mesh: Mesh | None
-    _timeout: Any
-    _wrap: fsdp.WrapPolicy | None
-    _policy: MixedPrecisionPolicy | None
-    _distributed_checkpoint: bool
-    _find_unused: bool
+    _accumulating = False
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """Whether checkpoints are loaded into parameters that are sharded already."""
         return self._shards
-
-    @property
-    def _shards(self) -> bool:
-        """Whether this run shards parameters."""
-        return self._config.zero_stage == 3 and self._mesh is not None
-
-    @property
-    def _sharded(self) -> bool:
-        """Whether parameters are sharded; they stay so when a run has ended."""
-        return self.lightning_module is not None and fsdp.is_sharded(self.lightning_module)
-
-    def _check_options(self) -> None:
-        """Refuse options that would do nothing."""
-        if self._find_unused and self._config.zero_stage == 3:
-            raise ConfigError(
-                "find_unused_parameters=True is about zero_stage=0; with zero_stage=3 a backward "
-                "may leave parameters out, so leave the option out"
-            )
-        given = {
-            "auto_wrap_policy": self._wrap is not None,
-            "mp_policy": self._policy is not None,
-            "save_distributed_checkpoint": self._distributed_checkpoint,
-        }
-        for name in [name for name, is_given in given.items() if is_given]:
-            if self._config.zero_stage == 0:
-                raise ConfigError(
-                    f"{name} is about sharded parameters, and with zero_stage=0 every rank holds "
-                    f"all of them; use zero_stage=3, or leave {name} out"
-                )
-
-    def _shard_parameters(self, trainer: Any) -> None:
-        """Shard the module, once; nothing is left of gathered parameters when this returns.
-
-        Raises:
-            ConfigError: on every rank alike, if this torch, a precision, a callback or the module
-                cannot be used with sharded parameters.
-        """
-        module = self.lightning_module
-        if self._mesh is None or module is None:
-            return
-        fsdp.check_version()
-        policy = policy_of(self.precision_plugin, self._policy)
-        _refuse_copies(trainer.callbacks)
-        for name in ("validate_loop", "test_loop", "predict_loop"):
-            # Memory of a gathered parameter that was made in inference mode cannot be trained.
-            getattr(trainer, name).inference_mode = False
-        topology = self._mesh.topology
-        steps = [name for name in STEPS if callable(getattr(module, name, None))]
-        if fsdp.is_sharded(module):
-            fsdp.check_sharded(module, world=topology.world)
-            fsdp.complete(module, steps)
-            return
-        mesh = parameter_mesh(topology, device=self.root_device, timeout=self._timeout)
-        fsdp.shard(module, mesh, wrap=self._wrap, policy=policy, steps=steps)
-        if not module.automatic_optimization:
-            fsdp.gather_by_hand(module)
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, which must train the sharded parameters.
@@ -125,20 +45,45 @@ class ShardedParameters(Host):
             lost = sum(id(x) not in own for x in _parameters(optimizer))
             if lost:
                 raise ConfigError(
-                    f"zero_stage=3: {lost} parameters of {type(optimizer).__name__} are not (or no "
-                    f"longer) parameters of the module, so nothing would be trained; sharding "
-                    f"replaces parameters: make the optimizer in configure_optimizers, not before, "
-                    f"from self.parameters()"
+                    f"sharded parameters: {lost} parameters of {type(optimizer).__name__} are not "
+                    f"(or no longer) parameters of the module, so nothing would be trained; "
+                    f"sharding replaces parameters: make the optimizer in configure_optimizers, "
+                    f"not before, from self.parameters()"
                 )
+            _check_groups(optimizer)
+
+    def setup_precision_plugin(self) -> None:
+        """Let gradients be clipped by the norm of all their parts."""
+        super().setup_precision_plugin()
+        if self._sharded:
+            own, plugin = vars(self.precision_plugin), self.precision_plugin
+
+            def by_norm(optimizer: Any, clip_val: float) -> None:
+                clip_grad_norm(plugin.main_params(optimizer), clip_val)
+
+            def by_value(optimizer: Any, clip_val: float) -> None:
+                clip_grad_value(plugin.main_params(optimizer), clip_val)
+
+            own["clip_grad_by_norm"], own["clip_grad_by_value"] = by_norm, by_value
 
     @contextmanager
-    def _whole_gradients(self) -> Generator[None, None, None]:
-        """Backwards inside add up no gradients between ranks."""
+    def _accumulate(self) -> Generator[None, None, None]:
+        """Backwards inside do not finish the sums of gradients."""
         if self.lightning_module is None:
             yield
             return
-        with fsdp.without_sync(self.lightning_module):
-            yield
+        self._accumulating = True
+        try:
+            with fsdp.without_sync(self.lightning_module, whole=self._config.whole_gradients):
+                yield
+        finally:
+            self._accumulating = False
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Average what sharding leaves whole, unless more is accumulated first."""
+        super().post_backward(closure_loss)
+        if self._mesh is not None and self.lightning_module is not None and not self._accumulating:
+            fsdp.average_loose(self.lightning_module, group=self._mesh.grad)
 
     def _see_backward(self, loss: Tensor) -> None:
         """A backward inside a step has to be announced: the step has not returned its loss."""
@@ -195,10 +140,10 @@ class ShardedParameters(Host):
 
     def teardown(self) -> None:
         """End a run; sharded parameters stay where they are, on the device of their group."""
-        if not self._sharded:
+        module: Any = self.lightning_module
+        if module is None or not (self._sharded or has_meta(module)):
             super().teardown()
             return
-        module: Any = self.lightning_module
         fsdp.reshard(module)
         for part in (self.cluster_environment, self.precision_plugin, self.accelerator):
             if part is not None:
@@ -307,43 +252,18 @@ class ShardedParameters(Host):
             optimizer.load_state_dict({**state, "state": parts})
 
 
-def policy_of(plugin: Any, given: MixedPrecisionPolicy | None) -> MixedPrecisionPolicy:
-    """Dtypes of gathered parameters and reduced gradients for the Trainer's precision.
-
-    Args:
-        plugin: the precision plugin.
-        given: the user's own policy, which wins.
-
-    Returns:
-        For parameters in half precision ("bf16-true", "16-true") one that averages gradients in
-        float32; else one that changes nothing, so that autocast sees what it sees on one device.
-
-    Raises:
-        ConfigError: if the plugin is for another strategy.
-    """
-    names = [kind.__name__ for kind in type(plugin).__mro__]
-    foreign = [name for name in names if name in FOREIGN]
-    if foreign:
-        raise ConfigError(
-            f"zero_stage=3: the precision plugin {foreign[0]} is for another strategy; use "
-            f"Trainer(precision='bf16-mixed') or another precision by its name, and mp_policy for "
-            f"the dtypes of communication"
-        )
-    if given is not None:
-        return given
-    half = "HalfPrecision" in names
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
-
-
-def _refuse_copies(callbacks: list[Any]) -> None:
-    for callback in callbacks:
-        names = {kind.__name__ for kind in type(callback).__mro__}
-        if names & set(AVERAGING):
-            raise ConfigError(
-                f"zero_stage=3: {type(callback).__name__} keeps a copy of the module from before "
-                f"it is sharded; use zero_stage=0, or average checkpoints"
-            )
-
-
 def _parameters(optimizer: Any) -> list[nn.Parameter]:
     return [x for group in optimizer.param_groups for x in group["params"]]
+
+
+def _check_groups(optimizer: Any) -> None:
+    """Kernels over several tensors at once do not take sharded and whole ones together."""
+    for group in optimizer.param_groups:
+        fast = [name for name in ("foreach", "fused") if group.get(name)]
+        scalars = sum(x.ndim == 0 for x in group["params"])
+        if fast and 0 < scalars < len(group["params"]):
+            raise ConfigError(
+                f"{type(optimizer).__name__}({fast[0]}=True) updates all parameters of a group at "
+                f"once, but {scalars} of them have no dimensions and are not sharded as the others "
+                f"are; give those a group of their own"
+            )

@@ -1,13 +1,26 @@
 """The start table: what was resolved, printed once on the first rank."""
 
+from typing import Any
+
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
+from lightning_cp.context import Context
 from lightning_cp.data import Fields
+from lightning_cp.errors import RefusedError
+from lightning_cp.kernels import AUTO, FAMILY, KERNELS, resolve
 from lightning_cp.mesh import Mesh
+from lightning_cp.recomputation import described
 from lightning_cp.sequences import Sequence
+from lightning_cp.topology import Topology
+
+HEAD = 64
+"""Channels of a head that every kernel takes."""
 
 
 class StartTable:
@@ -21,22 +34,23 @@ class StartTable:
     def __init__(self, mesh: Mesh, config: Config) -> None:
         self._mesh, self._config, self._shown = mesh, config, mesh.rank != 0
 
-    def show(self, shard: Shard, place: str) -> None:
+    def show(self, shard: Shard, place: str, queries: Tensor) -> None:
         """Print the table, the first time and on global rank 0 only.
 
         Args:
             shard: the first batch.
             place: where it was cut.
+            queries: see `attended`.
         """
         if self._shown:
             return
         self._shown = True
         table = Table(title="context parallelism", show_header=False)
-        for name, value in self.rows(shard, place):
+        for name, value in self.rows(shard, place, queries):
             table.add_row(name, value)
         Console().print(table)
 
-    def rows(self, shard: Shard, place: str) -> list[tuple[str, str]]:
+    def rows(self, shard: Shard, place: str, queries: Tensor) -> list[tuple[str, str]]:
         """Names and values of the table."""
         topology, config, cut = self._mesh.topology, self._config, shard.cut
         sequences = list(cut.sequences.values())
@@ -48,8 +62,8 @@ class StartTable:
         fields = [_fields(x, len(sequences)) for x in cut.fields.values()]
         kept = ", ".join(f"{name} ({x.length} tokens)" for name, x in cut.whole.items())
         return [
-            ("data x context ranks", f"{topology.dp} x {topology.cp} = {topology.world}"),
-            ("context groups", "; ".join(str(list(g)) for g in topology.cp_groups())),
+            _ranks(topology),
+            ("context groups", "; ".join(str(list(g)) for g in topology.groups("cp"))),
             ("global batch", f"{samples} rows, {tokens} tokens per micro-step"),
             ("fields cut (dim)", "; ".join(fields)),
             *([("whole on every rank", kept)] if kept else []),
@@ -60,9 +74,10 @@ class StartTable:
             ("documents", f"{documents} (documents={config.documents!r})"),
             ("layout", _resolved(config.layout, shard.layout)),
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
-            ("attention kernel", _resolved(config.attention_backend, "sdpa")),
+            ("attention kernel", _kernel(config.attention_backend, queries)),
+            ("recomputation", _recomputation(shard.context)),
             ("loss", LOSSES[config.loss]),
-            ("parameters", _parameters(config, topology.world)),
+            ("parameters", _parameters(config, topology)),
         ]
 
 
@@ -79,12 +94,60 @@ LOSSES = {
 """What is said of the choices of `loss`."""
 
 
+def attended(
+    module: nn.Module, plugin: Any, policy: MixedPrecisionPolicy | None, device: torch.device
+) -> Tensor:
+    """An empty tensor `[1, 1, 1, D]` of the device and dtype of the queries of a step.
+
+    Args:
+        module: its first floating parameter has the dtype, where nothing else says one.
+        plugin: of the precision; autocast comes first.
+        policy: that of the user for sharded parameters.
+        device: of this rank.
+    """
+    with plugin.forward_context():
+        cast = torch.is_autocast_enabled(device.type)
+        dtype = torch.get_autocast_dtype(device.type) if cast else None
+    dtype = dtype or (None if policy is None else policy.param_dtype)
+    floats = (x.dtype for x in module.parameters() if x.is_floating_point())
+    dtype = dtype or next(floats, torch.get_default_dtype())
+    return torch.empty(1, 1, 1, HEAD, device=device, dtype=dtype)
+
+
+def _kernel(given: str, queries: Tensor) -> str:
+    """The kernel for ordinary heads, and why the ones before it are passed over."""
+    try:
+        found = resolve(given, queries, queries)
+    except RefusedError as error:
+        return f"none: {error}"
+    name = next(name for name, kernel in KERNELS.items() if type(kernel) is type(found))
+    if given not in ("auto", "sdpa"):
+        return name
+    tried = AUTO if given == "auto" else FAMILY
+    before = tried[: tried.index(name)]
+    reasons = [f"{x} {KERNELS[x].rejects(queries, queries)}" for x in before]
+    kind = f"{given}, for {str(queries.dtype).removeprefix('torch.')} on {queries.device.type}"
+    return f"{name} ({'; '.join([kind, *reasons])})"
+
+
 def _documents(sequence: Sequence) -> str:
     return "one per row" if sequence.documents is None else "by position_ids, kept apart"
 
 
-def _parameters(config: Config, world: int) -> str:
-    sharded = f"sharded over {world} ranks" if config.zero_stage else "all on every rank"
+def _recomputation(context: Context) -> str:
+    return described(None if context.module is None else context.module())
+
+
+def _ranks(topology: Topology) -> tuple[str, str]:
+    shared = topology.tp > 1
+    sizes = f"{topology.dp} x {topology.cp}" + (f" x {topology.tp}" if shared else "")
+    return f"data x context{' x tensor' if shared else ''} ranks", f"{sizes} = {topology.world}"
+
+
+def _parameters(config: Config, topology: Topology) -> str:
+    replicas = f" in {topology.dp_replicate} replicas" if topology.dp_replicate > 1 else ""
+    parts = topology.dp_shard * topology.cp
+    sharded = f"sharded over {parts} ranks{replicas}" if config.zero_stage else "all on every rank"
     return f"{sharded} (zero_stage={config.zero_stage})"
 
 

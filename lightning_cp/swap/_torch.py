@@ -1,8 +1,9 @@
 """Every private name of torch that swapping needs, in one place; a test pins them."""
 
+import inspect
 import warnings
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -54,13 +55,47 @@ def has_override(name: str, key: str) -> bool:
     return found
 
 
-def override(name: str, key: str, kernel: Callable[..., Tensor]) -> Callable[[], None]:
-    """Register a kernel at a dispatch key; returns what removes it again."""
-    library = torch.library.Library("aten", "IMPL")
-    with warnings.catch_warnings():  # where torch has a kernel, which comes back with removal
+def override(
+    name: str, key: str, kernel: Callable[..., Any], *, namespace: str = "aten"
+) -> Callable[[], None]:
+    """Register a kernel at a dispatch key; returns what removes it again.
+
+    It is never compiled itself, where a compiler has given up the code that calls it.
+    """
+    library, kernel = torch.library.Library(namespace, "IMPL"), torch.compiler.disable(kernel)
+    with warnings.catch_warnings():  # where there is a kernel, which comes back with removal
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         library.impl(name, kernel, key)
     return library._destroy
+
+
+def wrap_kernel(
+    name: str, key: str, make: Callable[[Callable[..., Any]], Callable[..., Any]], namespace: str
+) -> Callable[[], None] | None:
+    """Replace an operator's kernel at a dispatch key by one that may call it.
+
+    Returns:
+        What puts the kernel back; None where there is no such operator or kernel.
+    """
+    operator = getattr(getattr(torch.ops, namespace), name, None)
+    full = f"{namespace}::{name}"
+    if operator is None or not torch._C._dispatch_has_kernel_for_dispatch_key(full, key):
+        return None
+    before = torch.library.get_kernel(full, key)
+    keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    schema = operator.default._schema.arguments
+    names = tuple(argument.name for argument in schema)
+    defaults = {a.name: a.default_value for a in schema if a.has_default_value()}
+
+    def plain(call: Mapping[str, Any]) -> Any:
+        return before.call_boxed(keyset, *(call[name] for name in names))
+
+    replacement = make(plain)
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        return replacement(defaults | dict(zip(names, args, strict=False)) | kwargs)
+
+    return override(name, key, kernel, namespace=namespace)
 
 
 def replace_function(
@@ -76,6 +111,35 @@ def replace_function(
     before = getattr(module, name)
     setattr(module, name, make(before))
     return lambda: setattr(module, name, before)
+
+
+def replace_code(
+    function: FunctionType, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[], None]:
+    """Replace what a plain function does, for those too who imported it by name.
+
+    Returns:
+        What puts the original back.
+    """
+    code, space = function.__code__, function.__globals__
+    defaults, keywords = function.__defaults__, function.__kwdefaults__
+    before = FunctionType(code, space, function.__name__, defaults, function.__closure__)
+    before.__kwdefaults__ = keywords
+    name = f"_replacement_of_{function.__name__}"
+    found: dict[str, FunctionType] = {}
+    exec(f"def call(*args, **kwargs): return {name}(*args, **kwargs)", found)
+    signature = inspect.signature(function)
+    space[name] = make(before)
+    function.__defaults__ = function.__kwdefaults__ = None
+    function.__code__ = found["call"].__code__
+    function.__signature__ = signature  # type: ignore[attr-defined]
+
+    def undo() -> None:
+        function.__code__ = code
+        function.__defaults__, function.__kwdefaults__ = defaults, keywords
+        del function.__signature__, space[name]  # type: ignore[attr-defined]
+
+    return undo
 
 
 def replace_method(name: str, make: Callable[..., Any]) -> Callable[[], None]:

@@ -1,11 +1,12 @@
-"""What a compiled graph can do without a context, and must not do within one."""
+"""What refuses: in compiled code when it runs within a context, and on all ranks alike."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_cp.context import SLOT
+from lightning_cp.comm.reduce import max_
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap.where import caller
 
@@ -41,3 +42,11 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 _outside_only.register_autograd(_differentiate)
+
+
+def anywhere(context: Context, wrong: bool) -> bool:
+    """Whether something is wrong on any rank, so that all refuse alike; on this one later on."""
+    if not context.compare_calls or context.world == 1:
+        return wrong
+    with SLOT.suspend():
+        return bool(max_(torch.tensor([float(wrong)]), group=context.meta))

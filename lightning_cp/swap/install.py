@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 
 from lightning_cp.errors import ConfigError
-from lightning_cp.swap import functions, losses, multihead, random, sdpa
+from lightning_cp.swap import flash_attn, functions, losses, multihead, packages, random, sdpa
 from lightning_cp.swap._torch import (
     JAGGED,
     OPERATORS,
@@ -77,6 +77,8 @@ class Installation:
         for name in random.METHODS:
             self._removers.append(replace_method(name, random.drawing))
         self._refuse_unseen(device_types)
+        self._removers += packages.install()
+        self._removers += flash_attn.install(device_types)
         self._fast_path = torch.backends.mha.get_fastpath_enabled()
         self._tag = torch.compiler.config.cache_key_tag
         torch.backends.mha.set_fastpath_enabled(False)

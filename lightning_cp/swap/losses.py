@@ -7,6 +7,7 @@ from lightning_cp.context import SLOT
 from lightning_cp.errors import RefusedError
 from lightning_cp.loss import group_mean, token_sums
 from lightning_cp.swap._torch import is_tracing, original
+from lightning_cp.swap.shared import whole
 from lightning_cp.swap.where import caller
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -79,6 +80,8 @@ def _weights(
 
 
 def _reduced(losses: Tensor, weights: Tensor, reduction: int) -> Tensor:
+    """The mean or sum over the group; losses of scores that ranks share are on each of them."""
+    losses, weights = whole(losses), whole(weights)
     try:
         if reduction == MEAN:
             return group_mean(losses, weights)

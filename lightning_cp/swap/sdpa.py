@@ -11,6 +11,7 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap._torch import is_tracing, is_wrapper, original
 from lightning_cp.swap.guard import outside_only
+from lightning_cp.swap.shared import is_shared, own_heads
 from lightning_cp.swap.where import caller
 
 TRACED = (
@@ -59,6 +60,12 @@ def scaled_dot_product_attention(
     if context is not None:
         if traced and not plain:
             raise RefusedError(f"{caller(context)}: {TRACED}")
+        if is_shared(query, key, value):
+            own, together = own_heads(query, key, value, where=caller(context))
+            out = scaled_dot_product_attention(
+                *own, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+            return together(out)
         _refuse_wrappers(context, query, key, value)
         _refuse(context, query, key, attn_mask, dropout_p)
     if query.shape[:-3] != key.shape[:-3] and query.ndim > 3:
@@ -133,8 +140,7 @@ def _refuse_wrappers(context: Context, *tensors: Tensor) -> None:
         if is_wrapper(tensor):
             raise RefusedError(
                 f"{caller(context)}: attention over a {type(tensor).__name__} is not supported "
-                f"under context parallelism; pass plain tensors (to_local() of a DTensor that is "
-                f"sharded over heads or the batch)"
+                f"under context parallelism; pass plain tensors"
             )
 
 

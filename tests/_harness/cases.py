@@ -227,7 +227,7 @@ AXES: Mapping[str, tuple[Any, ...]] = {
 TRIPLES = ("exchange", "layout", "mask")
 """Axes of which every combination is in the list."""
 
-DEFAULT, EVERYTHING = 300, 1500
+DEFAULT, EVERYTHING = 470, 1900
 """How many cells the default run has, and how many there are."""
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]
@@ -283,6 +283,10 @@ SPECIAL = (
     Cell(3, "ring", "zigzag", "full", 1, 2, (4, 2), 4, "fp64", "sdpa", 0, "contiguous"),
     Cell(4, "allgather", "contiguous", "full", 2, 2, (4, 1), 4, "fp64", "sdpa", 0, "transposed"),
     Cell(4, "ring", "contiguous", "causal", 2, 1, (4, 4), 8, "fp64", "reference", 0, "expanded"),
+    # Key heads that ranks share, which serve different numbers of query heads.
+    Cell(4, "ulysses", "uneven", "causal", 37, 2, (6, 3), 4, "fp64", "sdpa", 5, "transposed"),
+    Cell(3, "ulysses", "dealt", "docs125", 16, 1, (4, 1), 4, "bf16", "sdpa", 0, "expanded"),
+    Cell(4, "hybrid", "zigzag", "hidden", 10, 2, (4, 1), 8, "fp32", "sdpa", 0, "contiguous"),
 )
 
 CELLS = _cells()

@@ -1,7 +1,8 @@
 """Callbacks, loggers and Trainers that the rows of the feature table use."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -228,7 +229,7 @@ def _trainer(**options: Any) -> pl.Trainer:
 
 
 def _strategy(**options: Any) -> ContextParallelStrategy:
-    strategy = _trainer(strategy="context_parallel", **options).strategy
+    strategy = _trainer(**{"strategy": "context_parallel", **options}).strategy
     assert isinstance(strategy, ContextParallelStrategy)
     return strategy
 
@@ -244,12 +245,18 @@ def two_nodes(place: Place) -> None:
         assert strategy.launcher is not None
 
 
-def torchrun(place: Place) -> None:
-    """What torchrun sets is found."""
+@contextmanager
+def _under_torchrun() -> Iterator[None]:
     names = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     names |= {"GROUP_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     names |= {"TORCHELASTIC_RUN_ID": "1"}
     with mock.patch.dict(os.environ, names):
+        yield
+
+
+def torchrun(place: Place) -> None:
+    """What torchrun sets is found."""
+    with _under_torchrun():
         _found_environment("TorchElasticEnvironment")
 
 
@@ -273,16 +280,39 @@ def _found_environment(name: str) -> None:
     assert (strategy.topology.dp, strategy.topology.cp) == (1, 2)
 
 
+@contextmanager
+def _interactive() -> Iterator[None]:
+    name = "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE"
+    flavor = ContextParallelStrategy._flavor
+    with mock.patch(name, True), mock.patch.object(flavor, "interactive", True):
+        yield
+
+
 def notebook(place: Place) -> None:
     """A Trainer in an interactive session."""
-    name = "lightning.pytorch.trainer.connectors.accelerator_connector._IS_INTERACTIVE"
-    with mock.patch(name, True):
-        _trainer(devices=2, strategy="context_parallel")
+    with _interactive():
+        launcher: Any = _strategy(devices=2).launcher
+        assert launcher._start_method == "fork"
+
+
+def scripts_in_a_notebook(place: Place) -> None:
+    """The other way to start processes in an interactive session."""
+    with _interactive():
+        _strategy(devices=2, strategy=ContextParallelStrategy(start_method="popen"))
 
 
 def fork(place: Place) -> None:
-    """Names that DDP has."""
-    _trainer(devices=2, strategy="context_parallel_fork")
+    """The processes of one run; see `tests._harness.launched` for what they give."""
+    strategy = _strategy(devices=2, strategy=ContextParallelStrategy(start_method="fork"))
+    launcher: Any = strategy.launcher
+    assert launcher._start_method == "fork"
+    assert launcher.is_interactive_compatible
+
+
+def fork_under_torchrun(place: Place) -> None:
+    """Processes that each of several would start."""
+    with _under_torchrun():
+        _strategy(devices=2, strategy=ContextParallelStrategy(start_method="fork"))
 
 
 def gpu(place: Place) -> None:

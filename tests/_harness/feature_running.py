@@ -81,14 +81,16 @@ RUNNING = [
     works("devices=1", "equal bit by bit", fitted(), world=1, tolerance=0.0),
     works(
         "num_nodes",
-        "construction only: two nodes of two, and ranks 2 and 3 on the second",
+        "two nodes of one process and two of two, on one machine, have the parameters of the plain "
+        "Trainer (`tests/dist/test_launch.py`)",
         parts.two_nodes,
         world=1,
         plain=0,
     ),
     works(
         "torchrun",
-        "two processes have the loss of one (`tests/test_examples.py`); the strategy starts none",
+        "two processes have the loss of one (`tests/test_examples.py`), and two nodes the "
+        "parameters of the plain Trainer (`tests/dist/test_launch.py`); the strategy starts none",
         parts.torchrun,
         world=1,
         plain=0,
@@ -101,23 +103,39 @@ RUNNING = [
         world=1,
         plain=0,
     ),
-    refused(
+    works(
         "Notebooks",
-        "by Lightning: processes are started as scripts; construction only",
+        "a module of a cell, in IPython's shell and at Python's prompt: processes are forked "
+        "(`tests/dist/test_launch.py`)",
         parts.notebook,
+        world=1,
+        plain=0,
+    ),
+    works(
+        "start_method='fork'",
+        "parameters and metrics in the process that called the Trainer; also with `zero_stage=3`, "
+        "and also 'spawn' (`tests/dist/test_launch.py`)",
+        parts.fork,
+        world=1,
+        plain=0,
+    ),
+    refused(
+        "start_method='popen' in a notebook",
+        "by Lightning: there is no script to run again",
+        parts.scripts_in_a_notebook,
         "not compatible with an interactive environment",
         world=1,
     ),
     refused(
-        "The name context_parallel_fork",
-        "by Lightning: there is no such name; construction only",
-        parts.fork,
-        "invalid strategy name",
+        "start_method='fork' under torchrun",
+        "the processes exist already",
+        parts.fork_under_torchrun,
+        "TorchElasticEnvironment says that they have been started already",
         world=1,
     ),
     refused(
         "accelerator='gpu' without a GPU",
-        "by Lightning, as with any strategy; construction only",
+        "by Lightning, as with any strategy",
         parts.gpu,
         "No supported gpu backend found",
         world=1,

@@ -82,10 +82,10 @@ Every row is run by `tests/dist/test_features.py`, which also holds this page to
   on one device: parameters, losses of steps, logged metrics, order of samples, numbers of steps,
   batches and validations, and what the note names. Numbers are in float64 and equal to 1e-10 unless
   the note says otherwise.
-- **refused**: the run stops on every rank with a message that says why.
-- **construction only**: a Trainer was made, and nothing was run with it.
+- **refused**: the run stops on every rank, or no Trainer can be made, with a message that says why.
 
-Nothing here was run on a GPU or on several nodes."""
+Rows that name another file are about who starts the processes: that file runs them. Nothing here
+was run on a GPU, and nodes are processes of one machine."""
 
 
 if __name__ == "__main__":

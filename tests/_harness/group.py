@@ -26,7 +26,12 @@ def one_group(rank: int, world: int, **options: Any) -> Iterator[ContextParallel
     topology = Topology.resolve(world=world, local_world=world, cp=world, dp=1)
     mesh = build_mesh(topology, device=torch.device("cpu"))
     parallel = ContextParallel(
-        mesh.cp, meta=mesh.meta, rank=rank, world=world, config=Config(**options)
+        mesh.cp,
+        a2a=mesh.cp_a2a,
+        meta=mesh.meta,
+        rank=rank,
+        world=world,
+        config=Config(**options),
     )
     try:
         yield parallel

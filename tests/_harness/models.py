@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_cp import ContextParallelStrategy, functional
+from lightning_cp import ContextParallelStrategy, checkpoint_policy, functional
 from lightning_cp.fsdp import whole
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
 from tests._harness.text import text
@@ -42,7 +42,7 @@ class Case:
         positions: what the model does without position_ids: plain arange, or the public function.
         heads: query heads, 4 channels each.
         kv_heads: key heads.
-        recomputed: what is computed again in the backward.
+        recomputed: what is computed again in the backward; of "kept" blocks not the attention.
         optimisation: by the Trainer, by hand, or by hand with one backward for two batches.
         shuffle: what the user asked of the loader.
         momentum: of SGD.
@@ -61,7 +61,7 @@ class Case:
     positions: Literal["arange", "functional"] = "arange"
     heads: int = 4
     kv_heads: int = 4
-    recomputed: Literal["nothing", "blocks", "everything"] = "nothing"
+    recomputed: Literal["nothing", "blocks", "kept", "everything"] = "nothing"
     optimisation: Literal["automatic", "manual", "delayed"] = "automatic"
     shuffle: bool = False
     momentum: float = 0.0
@@ -195,8 +195,9 @@ class GPT(nn.Module):
             mask = torch.ones(size, size, dtype=torch.bool).tril() & attention_mask.bool()[:, None]
             mask = (mask | torch.eye(size, dtype=torch.bool))[:, None]
         for block in self.blocks:
-            if self.case.recomputed == "blocks":
-                x = checkpoint(block, x, mask, use_reentrant=False)
+            if self.case.recomputed in ("blocks", "kept"):
+                keep = checkpoint_policy() if self.case.recomputed == "kept" else noop_context_fn
+                x = checkpoint(block, x, mask, use_reentrant=False, context_fn=keep)
             else:
                 x = block(x, mask)
         logits: Tensor = self.head(x)

@@ -1,13 +1,15 @@
 """One attention call of a whole group, its plans, and any such call at random."""
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from hypothesis import strategies as st
 
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask, rows_of
-from lightning_cp.plan import SCHEDULES, Plan, build_plan
-from tests._harness.simulate import Bools, Simulation, dense, layouts, masks, simulate
+from lightning_cp.plan import SCHEDULES, Plan, Round, Schedule, Transfer, build_plan
+from tests._harness.simulate import Bools, Simulation, dense, indices, layouts, masks, simulate
 
 EXCHANGES = sorted(SCHEDULES)
 
@@ -29,7 +31,7 @@ class Case(NamedTuple):
         """Which query may see which key of which row."""
         return dense(self.mask, self.shape)
 
-    def plans(self, exchange: str) -> list[Plan]:
+    def plans(self, exchange: str | Schedule) -> list[Plan]:
         """The plan of every rank."""
         return [
             build_plan(self.q_layout, self.kv_layout, self.mask, rank=rank, exchange=exchange)
@@ -39,6 +41,78 @@ class Case(NamedTuple):
     def simulate(self, exchange: str) -> Simulation:
         """All plans, run on positions."""
         return simulate(self.plans(exchange), self.q_layout, self.kv_layout)
+
+    def parts(self, plans: Sequence[Plan]) -> Iterator[tuple["Case", list[Plan]]]:
+        """The groups that compute the call, each for its heads: all ranks, or one of every block.
+
+        Raises:
+            AssertionError: if a swap does not bring a block its tokens in global order.
+        """
+        if plans[0].switch is None:
+            yield self, list(plans)
+            return
+        size = len(plans[0].switch.members)
+        whole = Case(self.mask, merged(self.q_layout, size), merged(self.kv_layout, size))
+        for plan in plans:
+            check_switch(self, whole, plan)
+        for index in range(size):
+            yield whole, [of_block(plan, size) for plan in plans[index::size]]
+
+
+def merged(layout: Layout, size: int) -> Layout:
+    """Neighbouring ranks as one, with its tokens in global order; written on positions."""
+    held = []
+    for first in range(0, layout.world, size):
+        own = sorted(p for r in range(first, first + size) for p in layout.positions(r).tolist())
+        held.append(tuple((p, p + 1) for p in own))
+    return Layout(layout.length, tuple(held))
+
+
+def check_switch(case: Case, whole: Case, plan: Plan) -> None:
+    """Every member's rows are its tokens, in its local order."""
+    switch = plan.switch
+    assert switch is not None
+    size = len(switch.members)
+    first = plan.rank // size * size
+    assert switch.members == tuple(range(first, first + size))
+    assert switch.members[switch.index] == plan.rank
+    for layout, block, held, local in (
+        (case.q_layout, whole.q_layout, switch.q, plan.q_size),
+        (case.kv_layout, whole.kv_layout, switch.kv, plan.kv_size),
+    ):
+        positions = block.positions(plan.rank // size)
+        for member, rows in zip(switch.members, held, strict=True):
+            assert positions[indices(rows)].tolist() == layout.positions(member).tolist()
+        assert local == layout.size(plan.rank)
+
+
+def of_block(plan: Plan, size: int) -> Plan:
+    """The plan that blocks have in common with other blocks, as one of a group of blocks."""
+    switch = plan.switch
+    assert switch is not None
+
+    def blocks(transfers: tuple[Transfer, ...]) -> tuple[Transfer, ...]:
+        assert all(t.peer % size == plan.rank % size for t in transfers)
+        return tuple(t._replace(peer=t.peer // size) for t in transfers)
+
+    def of_blocks(step: Round) -> Round:
+        return replace(
+            step,
+            sends=blocks(step.sends),
+            receives=blocks(step.receives),
+            returns=blocks(step.returns),
+            collects=blocks(step.collects),
+        )
+
+    return replace(
+        plan,
+        rank=plan.rank // size,
+        world=plan.world // size,
+        q_size=switch.q_size,
+        kv_size=switch.kv_size,
+        rounds=tuple(map(of_blocks, plan.rounds)),
+        switch=None,
+    )
 
 
 @st.composite

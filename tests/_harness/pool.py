@@ -40,7 +40,7 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """`SIZE` processes; a task runs on the first `world` of them.
+    """`SIZE` processes, or more where a task needs them; it runs on the first `world` of them.
 
     A task is a function of a module, called as `function(rank, world, *args)` with the default
     process group of `world` gloo ranks in place. Ranks that fail or hang are replaced.
@@ -104,7 +104,7 @@ class Pool:
     def _outcomes(
         self, function: Callable[..., Any], args: Any, world: int, timeout: float
     ) -> list[Any]:
-        self._start()
+        self._start(max(SIZE, world))
         if world != self._world:
             self._rendezvous += 1
         self._world = world
@@ -125,8 +125,8 @@ class Pool:
             self.close()
         return found
 
-    def _start(self) -> None:
-        while len(self._processes) < SIZE:
+    def _start(self, size: int) -> None:
+        while len(self._processes) < size:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(
                 target=_serve, args=(theirs, self._package), daemon=True

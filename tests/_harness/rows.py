@@ -35,6 +35,7 @@ TRAINING = [
     ),
     Row("manual", Case(optimisation="manual"), {}),
     Row("recomputed-blocks", Case(recomputed="blocks"), {}, cp=3),
+    Row("recomputed-but-attention", Case(recomputed="kept"), {}, cp=3),
     Row("recomputed-loss", Case(recomputed="everything"), {}),
     Row(
         "one-backward-for-two-batches",

@@ -28,6 +28,9 @@ MAY_USE_DISTRIBUTED = (
     "comm",
     "fsdp",
     "gathers",
+    "gradients",  # parts of DTensors, and their sums
+    "materialize",
+    "swap/shared",
     "plugin",
     "cli",
     "diagnostics/trace",

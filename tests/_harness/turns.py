@@ -11,7 +11,7 @@ from lightning_cp.kernels.base import Kernel, Saved
 from lightning_cp.kernels.merge import merge_, state_dtype
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
-from lightning_cp.plan import Tile, build_plan
+from lightning_cp.plan import Schedule, Tile, build_plan
 from tests._harness import oracle
 from tests._harness.cases import LAYOUT_MAKERS
 from tests._harness.tolerance import assert_as_accurate
@@ -25,13 +25,15 @@ class Group:
     """Ranks that share a sequence, and what its tokens see."""
 
     world: int
-    exchange: str
+    exchange: str | Schedule
     layout: Layout
     mask: Mask
     scale: float
 
 
-def group(world: int, exchange: str, layout: str, mask: Mask, scale: float = 0.3) -> Group:
+def group(
+    world: int, exchange: str | Schedule, layout: str, mask: Mask, scale: float = 0.3
+) -> Group:
     """A group with a layout by its name."""
     return Group(world, exchange, LAYOUT_MAKERS[layout](mask.q_length, world), mask, scale)
 

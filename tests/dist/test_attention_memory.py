@@ -14,7 +14,17 @@ from lightning_cp.kernels import KERNELS
 from lightning_cp.kernels.base import Saved
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask
-from lightning_cp.plan import SCHEDULES, Memory, build_plan
+from lightning_cp.plan import (
+    SCHEDULES,
+    Direct,
+    Hybrid,
+    Memory,
+    Replicated,
+    Ring,
+    Schedule,
+    Ulysses,
+    build_plan,
+)
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -23,7 +33,7 @@ pytestmark = pytest.mark.dist
 class Case(NamedTuple):
     """One attention call of a group."""
 
-    exchange: str
+    exchange: str | Schedule
     layout: str
     mask: Mask
     dtype: torch.dtype
@@ -51,6 +61,17 @@ CASES = [
 ]
 CASES.append(Case("direct", "zigzag", MASKS[0], torch.bfloat16, heads=(8, 2)))
 CASES.append(Case("ring", "zigzag", MASKS[0], torch.bfloat16, heads=(4, 1)))
+OPTIONS = [
+    Case("ulysses", "zigzag", MASKS[0], torch.bfloat16, heads=(8, 2)),
+    Case(Replicated(), "zigzag", MASKS[0], torch.bfloat16, heads=(4, 2)),
+    Case(Replicated(), "contiguous", MASKS[2], torch.float32),
+    Case("ulysses", "contiguous", MASKS[2], torch.float32, heads=(6, 3)),
+    Case(Ulysses(half_grads=True), "zigzag", MASKS[1], torch.bfloat16, heads=(4, 1)),
+    Case(Hybrid(2, "ring"), "zigzag", MASKS[0], torch.bfloat16, heads=(6, 2)),
+    Case(Hybrid(2, half_grads=True), "contiguous", MASKS[3], torch.bfloat16, heads=(6, 2)),
+    Case(Direct(half_grads=True), "zigzag", MASKS[1], torch.bfloat16),
+    Case(Ring(half_grads=True), "contiguous", MASKS[0], torch.bfloat16),
+]
 
 
 def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory, Memory]]:
@@ -78,7 +99,7 @@ def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory,
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_peak_is_what_the_plan_says(world: int, every: int, pool: Pool) -> None:
-    cases = CASES[(world - 1) % every :: every]
+    cases = CASES[(world - 1) % every :: every] + (OPTIONS if world in (2, 4) else [])
     for rank, found in enumerate(pool.run(run_measured, cases, world=world, timeout=100)):
         for case, (said, counted) in zip(cases, found, strict=True):
             where = f"rank {rank} of {world}: {case}"

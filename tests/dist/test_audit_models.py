@@ -13,6 +13,7 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests._harness.group import one_group
 from lightning_cp.api import WATCHED, ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.errors import ContextParallelWarning
@@ -27,14 +28,6 @@ AUDITED = [case for case in FAULTS if case.audited and not case.warned]
 WARNED = [case for case in FAULTS if case.warned]
 
 
-def parallel_of(rank: int, world: int, layout: str) -> ContextParallel:
-    return ContextParallel(
-        dist.new_group(),
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(layout=layout),
-    )
 
 
 def stepped(parallel: ContextParallel, case: Planted, stage: str, steps: int) -> list[float]:
@@ -52,28 +45,23 @@ def stepped(parallel: ContextParallel, case: Planted, stage: str, steps: int) ->
 
 def run_faults(rank: int, world: int, layout: str, cases: list[Planted]) -> list[str]:
     """What the first step of every model raised, with its type."""
-    parallel, found = parallel_of(rank, world, layout), []
-    try:
+    found = []
+    with one_group(rank, world, layout=layout) as parallel:
         for case in cases:
             try:
                 stepped(parallel, case, case.name, 1)
                 found.append("nothing")
             except RuntimeError as error:
                 found.append(f"{type(error).__name__}: {error}")
-    finally:
-        parallel.close()
     return found
 
 
 def run_right(rank: int, world: int, layout: str) -> tuple[list[list[float]], list[str]]:
     """Losses of all watched steps and one more, and warnings."""
-    parallel = parallel_of(rank, world, layout)
-    try:
+    with one_group(rank, world, layout=layout) as parallel:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = [stepped(parallel, case, case.name, WATCHED + 1) for case in RIGHT]
-    finally:
-        parallel.close()
     return losses, [str(warning.message) for warning in caught]
 
 
@@ -165,8 +153,8 @@ def run_reductions(
 ) -> dict[str, list[tuple[str, str, int]]]:
     """Warnings of every way: message, file, line; over all ranks or a group of this one alone."""
     groups = [dist.new_group([r]) for r in range(world)]
-    parallel, found = parallel_of(rank, world, "zigzag"), {}
-    try:
+    found = {}
+    with one_group(rank, world, layout="zigzag") as parallel:
         for name, how in HOWS.items():
             model = made(Reduces, how)()
             model.group = groups[rank] if own_group else None  # type: ignore[assignment]
@@ -181,8 +169,6 @@ def run_reductions(
                 for w in caught
                 if issubclass(w.category, ContextParallelWarning)
             ]
-    finally:
-        parallel.close()
     return found
 
 
@@ -209,13 +195,11 @@ def test_collectives_among_ranks_of_different_sequences_pass(pool: Pool) -> None
 
 def run_warned(rank: int, world: int) -> list[str]:
     """Warnings of the planted fault, whose loss is then too large by the number of ranks."""
-    parallel, case = parallel_of(rank, world, "zigzag"), WARNED[0]
-    try:
+    case = WARNED[0]
+    with one_group(rank, world, layout="zigzag") as parallel:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             losses = stepped(parallel, case, "train", 2)
-    finally:
-        parallel.close()
     plain = float(case.make().training_step(case.batch(), 0).detach())  # type: ignore[operator]
     assert losses == pytest.approx([world * plain] * 2, rel=1e-12)
     return [str(w.message) for w in caught]

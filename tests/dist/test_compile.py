@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
+from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.attention import attend
 from lightning_cp.config import Config
@@ -87,14 +88,6 @@ def _reference(*lengths: int) -> list[tuple[float, list[Tensor]]]:
     return found
 
 
-def _parallel(rank: int, world: int, **options: Any) -> ContextParallel:
-    return ContextParallel(
-        dist.group.WORLD,
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(**options),
-    )
 
 
 def _run(parallel: ContextParallel, model: nn.Module, length: int) -> tuple[float, Shard]:
@@ -125,9 +118,8 @@ def _compiled_before(rank: int, world: int) -> int:
     plain = _loss(model, _batch(9))
     plain.backward()
     _assert_same((plain.item(), _gradients(model)), expected[0], "compiled before")
-    parallel = _parallel(rank, world)
     compiled = counter.frame_count
-    try:
+    with one_group(rank, world) as parallel:
         for length, reference in zip(lengths, expected, strict=True):
             loss, shard = _run(parallel, model, length)
             assert shard.context.log.attention == 2, length
@@ -136,8 +128,6 @@ def _compiled_before(rank: int, world: int) -> int:
         idle = _loss(model, _batch(12))
         idle.backward()
         _assert_same((idle.item(), _gradients(model)), expected[1], "idle")
-    finally:
-        parallel.close()
     closed = _loss(model, _batch(12))
     closed.backward()
     _assert_same((closed.item(), _gradients(model)), expected[1], "closed")
@@ -170,14 +160,11 @@ def _job(rank: int, world: int, cache: str, context: bool) -> int:
         else:
             layout = contiguous(12, world)
             local = [layout.shard(x, rank=rank, dim=2).requires_grad_() for x in whole]
-            parallel = _parallel(rank, world, layout="contiguous")
-            try:
+            with one_group(rank, world, layout="contiguous") as parallel:
                 shard = parallel.shard(_batch(12, rows=1))
                 with parallel.active(shard):
                     found = compiled(*local)
                     found.backward(layout.shard(whole[0], rank=rank, dim=2))
-            finally:
-                parallel.close()
             assert shard.context.log.attention == 1
             output = layout.shard(output, rank=rank, dim=2)
             expected = [layout.shard(x.grad, rank=rank, dim=2) for x in expected]
@@ -208,8 +195,7 @@ def _backward_elsewhere(rank: int, world: int, outside: bool) -> None:
     """Recomputation in a backward that runs in another thread, inside or after the context."""
     ((expected, gradients),) = _reference(11)
     model = _model(recompute=True)
-    parallel = _parallel(rank, world)
-    try:
+    with one_group(rank, world) as parallel:
         shard = parallel.shard(_batch(11), module=model)
         with parallel.active(shard):
             loss = _loss(model, shard.batch)
@@ -217,8 +203,6 @@ def _backward_elsewhere(rank: int, world: int, outside: bool) -> None:
                 _in_thread(loss.backward)
         if outside:
             _in_thread(loss.backward)
-    finally:
-        parallel.close()
     assert shard.context.log.attention == 4, "two forwards, two recomputations"
     _assert_same((loss.item(), _gradients(model, world)), (expected, gradients), outside)
 
@@ -255,8 +239,7 @@ def _two_in_flight(rank: int, world: int, joint: bool) -> None:
     expected = [torch.zeros(())] * len(list(model.parameters()))
     for _, gradients in _reference(*lengths):
         expected = [a + b for a, b in zip(expected, gradients, strict=True)]
-    parallel = _parallel(rank, world)
-    try:
+    with one_group(rank, world) as parallel:
         losses = []
         for length in lengths:
             shard = parallel.shard(_batch(length), module=model)
@@ -267,8 +250,6 @@ def _two_in_flight(rank: int, world: int, joint: bool) -> None:
         else:
             for loss in losses:
                 loss.backward()
-    finally:
-        parallel.close()
     _assert_same((0.0, _gradients(model, world)), (0.0, expected), joint)
 
 

@@ -3,7 +3,7 @@
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.swap.functions import LOSSES
@@ -136,20 +137,9 @@ CASES = (
 """Every case runs on 1, 2 and 3 ranks."""
 
 
-@contextmanager
-def parallel(rank: int, world: int, layout: str) -> Iterator[ContextParallel]:
+def parallel(rank: int, world: int, layout: str) -> AbstractContextManager[ContextParallel]:
     """Context parallelism over the ranks of the task, removed at the end."""
-    found = ContextParallel(
-        dist.group.WORLD,
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(layout=layout, sequence_dims={"target": 1, "weight": 1}),
-    )
-    try:
-        yield found
-    finally:
-        found.close()
+    return one_group(rank, world, layout=layout, sequence_dims={"target": 1, "weight": 1})
 
 
 def gradients(loss: Tensor, model: nn.Linear) -> list[Tensor]:

@@ -91,7 +91,9 @@ def sharded(rank: int, world: int, window: str) -> Iterator[tuple[ContextParalle
         torch.manual_seed(0)
         model = Model().double()
         topology = Topology(dp=1, cp=world)
-        fsdp.shard(model, parameter_mesh(topology, device=torch.device("cpu")))
+        cpu = torch.device("cpu")
+        mesh = parameter_mesh(topology, device=cpu)
+        fsdp.shard(model, mesh, fsdp.Sharding(stage=3), device=cpu)
         gathers = Gathers(model, window)
         parallel.attended = gathers.attended
         yield parallel, model, gathers

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests._harness.group import grads_of, one_group
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.plugin import ContextParallelStrategy
@@ -52,24 +53,11 @@ class Squares(TorchDispatchMode):
         return out
 
 
-def grads_of(model: nn.Module) -> Grads:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-
-
-def started(rank: int, world: int, **options: Any) -> ContextParallel:
-    return ContextParallel(
-        dist.new_group(),
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(**options),
-    )
 
 
 def run_styles(rank: int, world: int, name: str, layout: str) -> bytes:
-    parallel = started(rank, world, layout=layout)
     found = {}
-    try:
+    with one_group(rank, world, layout=layout) as parallel:
         for title, style in hf.STYLES[name].items():
             model = hf.model_of(name, style)
             with hf.in_double():
@@ -82,8 +70,6 @@ def run_styles(rank: int, world: int, name: str, layout: str) -> bytes:
                 parallel.check(shard, out.loss)
             logits = parallel.unshard(out.logits, shard)
             found[title] = Found(out.loss.item(), logits, grads_of(model), squares.found)
-    finally:
-        parallel.close()
     return pickle.dumps(found)
 
 
@@ -216,8 +202,7 @@ def run_restored(rank: int, world: int) -> None:
     model: Any = hf.build("bert", hidden_act="relu").eval()
     style = hf.BOTH["padded-left"]
     before, expected = traces(model), model(**style.batch()).logits
-    parallel = started(rank, world)
-    try:
+    with one_group(rank, world) as parallel:
         shard = parallel.shard(style.batch(), module=model)
         assert traces(model)["config"] == before["config"]
         assert torch.equal(model(**style.batch()).logits, expected), "outside a context"
@@ -226,8 +211,6 @@ def run_restored(rank: int, world: int) -> None:
         hooks = traces(model)["hooks"]
         parallel.shard(style.batch(), module=model)
         assert traces(model)["hooks"] == hooks, "hooked twice"
-    finally:
-        parallel.close()
     assert traces(model) == before
     assert torch.equal(model(**style.batch()).logits, expected), "afterwards"
 
@@ -252,16 +235,13 @@ def run_outside(rank: int, world: int) -> None:
         }
         with torch.no_grad():
             expected, words = model(**batch).logits, model.generate(**prompt)
-            parallel = started(rank, world)
-            try:
+            with one_group(rank, world) as parallel:
                 shard = parallel.shard(batch, module=model)
                 with parallel.active(shard):
                     with functional.local():
                         assert torch.equal(model(**batch).logits, expected), implementation
                         assert torch.equal(model.generate(**prompt), words), implementation
                     model(**shard.batch)
-            finally:
-                parallel.close()
 
 
 def test_local_is_what_the_model_does_on_one_device(pool: Pool) -> None:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from tests._harness.grid import rotated
@@ -189,15 +190,8 @@ def evaluated(model: Classifier, batch: Batch) -> Tensor:
 def run_models(rank: int, world: int, layout: str, length: int) -> bytes:
     """Number of calls, outputs put together, loss and gradients of every model."""
     assert torch.backends.mha.get_fastpath_enabled()
-    parallel = ContextParallel(
-        dist.new_group(),
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(layout=layout),
-    )
     found = {}
-    try:
+    with one_group(rank, world, layout=layout) as parallel:
         for name in MODELS:
             model = Classifier(name)
             shard = parallel.shard(batch_of(name, length), module=model, stage=name)
@@ -210,8 +204,6 @@ def run_models(rank: int, world: int, layout: str, length: int) -> bytes:
             outs = [parallel.unshard(x, shard) for x in (out, silent)]
             grads = {key: p.grad for key, p in model.named_parameters()}
             found[name] = (calls, outs, loss.item(), grads)
-    finally:
-        parallel.close()
     return pickle.dumps(found)
 
 

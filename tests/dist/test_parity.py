@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from lightning_cp.plan import Direct
+from lightning_cp.plan import Direct, Ulysses
 from tests._harness.grid import named, rotated
 from tests._harness.models import Case, evaluate, fit, furthest, seeded
 from tests._harness.rows import TOGETHER, TOLERANCE, TRAINING, Row, check, trainer
@@ -24,6 +24,16 @@ GRID = [
         for layout in ("contiguous", "zigzag")
         for world in (2, 3)
     ),
+    Row("ulysses-zigzag-W2", Case(), {"exchange": "ulysses", "layout": "zigzag"}, 1, 2),
+    Row(
+        "ulysses-contiguous-W3",
+        Case(heads=6, kv_heads=2),
+        {"exchange": "ulysses", "layout": "contiguous"},
+        1,
+        3,
+    ),
+    Row("hybrid-zigzag-W4", Case(), {"exchange": "hybrid", "layout": "zigzag"}, 1, 4),
+    Row("dp2-cp2-ulysses", Case(samples=12), {"exchange": Ulysses(head_chunks=1)}, 2, 2),
     Row("dp2-cp2-ring-zigzag", Case(samples=12), {}, 2, 2),
     Row(
         "dp2-cp2-allgather-contiguous",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
+from tests._harness.group import one_group
 from lightning_cp import ContextParallel
 from lightning_cp.context import SLOT
 from lightning_cp.mesh import build_mesh
@@ -123,19 +124,13 @@ def test_a_resumed_run_draws_what_the_uninterrupted_one_did(pool, tmp_path):
 
 def on_shard(rank: int, world: int, call: Callable[..., Any], *args: Any) -> Any:
     """Run code under the context of a shard of a batch; a task of the pool."""
-    topology = Topology.resolve(world=world, local_world=world, cp=world, dp=1)
-    mesh = build_mesh(topology, device=torch.device("cpu"))
-    parallel = ContextParallel(mesh.cp, meta=mesh.meta, rank=rank, world=world)
     batch = {"input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64)}
     torch.manual_seed(3)
-    try:
+    with one_group(rank, world) as parallel:
         shard = parallel.shard(batch)
         shard.digest.wait()
         with SLOT.activate(shard.context):
             return call(shard.batch["input_ids"].shape[1], *args)
-    finally:
-        parallel.close()
-        mesh.close()
 
 
 def dropouts(size: int) -> dict[str, Any]:

@@ -90,6 +90,16 @@ def loader_of(kind: str, data: Text, workers: int) -> Any:
         return DataLoader(data, batch_size=2, shuffle=True, generator=generator)
     if kind == "stateful":
         return Stateful([data[index] for index in range(len(data))])
+    if kind == "torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        return StatefulDataLoader(
+            data,
+            batch_size=2,
+            shuffle=True,
+            num_workers=workers,
+            multiprocessing_context="fork" if workers else None,
+        )
     if kind == "two":
         other = Text(CASE, 6, first=40)
         return {
@@ -163,12 +173,16 @@ SAME = [
     ("cp2", "generator", 0),
     ("cp2", "two", 0),
     ("cp2", "stateful", 0),
+    ("cp2", "torchdata", 0),
+    ("cp2", "torchdata", 2),
 ]
 WORLDS = {"cp2": 2, "cp3": 3}
 
 
 @pytest.mark.parametrize(("mesh", "kind", "workers"), SAME)
 def test_the_rest_of_a_run_is_the_same(mesh, kind, workers, pool, tmp_path):
+    if kind == "torchdata":
+        pytest.importorskip("torchdata.stateful_dataloader")
     world = WORLDS[mesh]
     whole = pool.run(run, {}, kind, workers, tmp_path, None, world=world)
     rows = 4 if kind == "two" else 2

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tests._harness.group import one_group
 from lightning_cp import functional
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
@@ -57,20 +58,11 @@ def model_from(path: str) -> Any:
 
 
 def run_encoder(rank: int, world: int, path: str, layout: str) -> bytes:
-    parallel = ContextParallel(
-        dist.new_group(),
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(layout=layout),
-    )
     model, batch = model_from(path), encoded(path)
-    try:
+    with one_group(rank, world, layout=layout) as parallel:
         shard = parallel.shard(batch, module=model)
         with parallel.active(shard), torch.no_grad():
             return pickle.dumps(embed(model, shard.batch))
-    finally:
-        parallel.close()
 
 
 @pytest.mark.parametrize(("world", "layout"), [(2, "contiguous"), (3, "zigzag")])

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightning_cp.plugin.sharding import policy_of
+from lightning_cp.plugin.parts import policy_of
 from tests._harness.models import Block, Case, LanguageModel, fit, furthest, loaders, trainer_of
 from tests._harness.sharded import DOUBLE, SHARDED, Tied, needs_sharding
 
@@ -36,7 +36,7 @@ class Seen(LanguageModel):
         self.groups = {p.device_mesh.get_group().group_name for p in self.parameters()}
         strategy: Any = self.trainer.strategy
         mesh = strategy._mesh
-        others = (dist.group.WORLD, mesh.cp, mesh.meta, mesh.grad)
+        others = (dist.group.WORLD, mesh.cp, mesh.cp_a2a, mesh.meta, mesh.grad)
         self.others = {group.group_name for group in others}
 
 
@@ -114,9 +114,11 @@ class ShardedInParts(ShardedByUser):
     blocks_only = True
 
 
-def test_module_that_comes_sharded(pool, plain):
+@pytest.mark.parametrize("options", [SHARDED, {}], ids=["asked", "not-asked"])
+@pytest.mark.parametrize("kind", [ShardedByUser, ShardedInParts])
+def test_module_that_comes_sharded(kind, options, pool, plain):
     (expected,) = plain(DOUBLE)
-    for found in pool.run(fit, DOUBLE, SHARDED, ShardedByUser, world=2):
+    for found in pool.run(fit, DOUBLE, options, kind, world=2):
         assert max(furthest(found, expected).values()) <= 1e-12
 
 
@@ -129,14 +131,6 @@ class Early(LanguageModel):
 
     def configure_optimizers(self) -> Any:
         return self.early
-
-
-class Scalar(LanguageModel):
-    """Has a parameter without dimensions."""
-
-    def __init__(self, case: Case, dense: bool = False) -> None:
-        super().__init__(case, dense)
-        self.temperature = nn.Parameter(torch.tensor(1.0))
 
 
 def fit_with(rank: int, world: int, kind: type[LanguageModel], what: str) -> None:
@@ -159,12 +153,10 @@ def tied_policy(rank: int, world: int) -> None:
     ("kind", "what", "messages"),
     [
         (Early, "", ("parameters of SGD", "configure_optimizers")),
-        (Scalar, "", ("'temperature' has 0 dimensions", "shape (1,)", "zero_stage=0")),
-        (ShardedInParts, "", ("ShardedInParts", "auto_wrap_policy")),
         (LanguageModel, "swa", ("StochasticWeightAveraging", "zero_stage=0")),
         (LanguageModel, "precision", ("FSDPPrecision", "bf16-mixed")),
     ],
-    ids=["early", "scalar", "in-parts", "swa", "precision"],
+    ids=["early", "swa", "precision"],
 )
 def test_refused(kind, what, messages, pool):
     for failure in pool.failures(fit_with, kind, what, world=2):

@@ -115,14 +115,14 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "policy"),
-    rotated(UNUSUAL, [(None,), ((),)]),
-    ids=lambda x: {None: "blocks", (): "root"}.get(x) or x.__name__,
+    ("kind", "policy", "stage"),
+    rotated(UNUSUAL, [(None, 3), ((), 1), (None, 2), ((), 3)]),
+    ids=lambda x: {None: "blocks", (): "root"}.get(x) or getattr(x, "__name__", str(x)),
 )
-def test_unusual_steps(kind, policy, pool):
+def test_unusual_steps(kind, policy, stage, pool):
     case, dp = UNUSUAL[kind]
     expected = pool.run(fit, case, None, kind, world=dp)
-    options = {**SHARDED, "context_parallel_size": 2, "auto_wrap_policy": policy}
+    options = {"zero_stage": stage, "context_parallel_size": 2, "auto_wrap_policy": policy}
     for rank, found in enumerate(pool.run(fit, case, options, kind, world=2 * dp)):
         distances = furthest(found, expected[rank // 2])
         assert max(distances.values()) <= 1e-12, distances

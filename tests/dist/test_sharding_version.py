@@ -19,5 +19,5 @@ def fit_with_old_torch(rank: int, world: int) -> None:
 def test_an_old_torch_is_refused_before_anything_is_sharded(pool: Pool) -> None:
     for failure in pool.failures(fit_with_old_torch, world=2):
         assert failure.kind == "ConfigError"
-        assert "zero_stage=3: torch 2." in failure.message
+        assert "sharded parameters: torch 2." in failure.message
         assert "use zero_stage=0, or a torch that has FSDPModule." in failure.message

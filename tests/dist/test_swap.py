@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from tests._harness.group import one_group
 from lightning_cp import functional
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
@@ -108,15 +109,8 @@ def loss_of(out: Tensor, mask: Tensor) -> Tensor:
 
 def run_models(rank: int, world: int, layout: str, exchange: str) -> bytes:
     """Outputs, put together, and gradients of every model; no-grad and inference outputs too."""
-    parallel = ContextParallel(
-        dist.new_group(),
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(layout=layout, exchange=exchange),
-    )
     found = {}
-    try:
+    with one_group(rank, world, layout=layout, exchange=exchange) as parallel:
         for name in MODELS:
             model = built(name)
             shard = parallel.shard(batch(name), module=model)
@@ -135,8 +129,6 @@ def run_models(rank: int, world: int, layout: str, exchange: str) -> bytes:
                     )
             outs = [parallel.unshard(x, shard) for x in (out, silent, inferred, cast)]
             found[name] = (calls, outs, grads)
-    finally:
-        parallel.close()
     assert not [n for n in OPERATORS for key in keys("cpu") if has_override(n, key)]
     return pickle.dumps(found)
 

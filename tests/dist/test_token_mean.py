@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.loss import token_mean
@@ -200,14 +201,7 @@ def test_manual_optimization_is_refused(pool: Pool) -> None:
 
 def run_loss(rank: int, world: int, counts: list[float]) -> tuple[float, float]:
     """The value, and this rank's gradient of its own mean."""
-    parallel = ContextParallel(
-        dist.group.WORLD,
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(),
-    )
-    try:
+    with one_group(rank, world) as parallel:
         shard = parallel.shard({"input_ids": torch.zeros(2, 8, dtype=torch.int64)})
         value = torch.tensor([rank + 1.0 if counts[rank] else float("nan")], requires_grad=True)
         with parallel.active(shard):
@@ -215,8 +209,6 @@ def run_loss(rank: int, world: int, counts: list[float]) -> tuple[float, float]:
             found.sum().backward()
         assert found.shape == value.shape
         assert found.dtype == value.dtype
-    finally:
-        parallel.close()
     assert value.grad is not None
     return found.item(), value.grad.item()
 

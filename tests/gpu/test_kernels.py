@@ -1,5 +1,6 @@
 """CUDA kernels on a GPU: every rank's plan in turn on one device, against attention in double."""
 
+from importlib.util import find_spec
 from itertools import product
 
 import pytest
@@ -18,9 +19,11 @@ pytestmark = [
 ]
 
 LENGTH = 389
+NEEDS_PACKAGE = pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn")
 CELLS = [
     ("flash", "bf16"),
     ("flash", "fp16"),
+    pytest.param("flash_attn", "bf16", marks=NEEDS_PACKAGE),
     ("efficient", "fp32"),
     ("efficient", "bf16"),
     ("cudnn", "bf16"),
@@ -40,7 +43,8 @@ MASKS = {
 
 
 @pytest.mark.parametrize(
-    ("world", "exchange"), [(1, "ring"), *((2, name) for name in SCHEDULES), (4, "ring")]
+    ("world", "exchange"),
+    [(1, "ring"), *((2, name) for name in SCHEDULES), (4, "ring"), (4, "hybrid")],
 )
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("name", "dtype"), CELLS)

@@ -61,6 +61,7 @@ def _verify(job: Job, rank: int) -> Report:
     )
     parallel = ContextParallel(
         mesh.cp,
+        a2a=mesh.cp_a2a,
         meta=mesh.meta,
         rank=rank,
         world=job.ranks,

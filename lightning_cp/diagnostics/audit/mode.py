@@ -3,6 +3,7 @@
 from types import FrameType
 from typing import Any
 
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.compat import in_backward
@@ -32,6 +33,8 @@ class Audit(TorchDispatchMode):
         RefusedError: from the offending call, on every rank; names the module and the way out.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, context: Context) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._context = context
@@ -48,6 +51,8 @@ class Audit(TorchDispatchMode):
     ) -> Any:
         """Look at one call of an operator, then run it."""
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):  # made by a compiler around others
+            return func(*args, **kwargs)
         packet = func.overloadpacket
         if packet in RULES and SLOT.current is not None:
             call = Call(func, args, kwargs, self._tokens)

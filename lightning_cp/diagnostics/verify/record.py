@@ -150,7 +150,7 @@ def _tensors(value: Any, *, copied: bool) -> Tensors:
         value = dict(value)
     leaves, _ = tree_flatten_with_path(value)
     return {
-        "".join(map(str, path)): leaf.detach().clone() if copied else leaf.detach()
+        "".join(map(str, path)): full(leaf.detach()).clone() if copied else full(leaf.detach())
         for path, leaf in leaves
         if isinstance(leaf, Tensor)
     }

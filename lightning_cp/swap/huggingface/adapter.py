@@ -18,7 +18,7 @@ from lightning_cp.context import SLOT
 from lightning_cp.swap.huggingface.attention import Attention
 from lightning_cp.swap.huggingface.inputs import (
     bias_by_distance,
-    fill_inputs,
+    filling,
     place_globally,
     pool_first,
     refuse_rescaling,
@@ -82,7 +82,7 @@ class HuggingFace:
 
     def _hook(self, part: nn.Module, is_model: bool) -> None:
         if is_model:
-            hook = part.register_forward_pre_hook(fill_inputs, with_kwargs=True)
+            hook = part.register_forward_pre_hook(filling(part), with_kwargs=True)
             self._undo.append(hook.remove)
             loss = vars(part).get("_loss_function")
             if loss is not None and shifts(loss):

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from lightning_cp.attention import attend
-from lightning_cp.comm.reduce import max_
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import Edges, Mask
 from lightning_cp.sequences import Sequence
+from lightning_cp.swap.guard import anywhere
 from lightning_cp.swap.huggingface.inputs import ByDistance
 from lightning_cp.swap.where import caller
 
@@ -166,7 +166,7 @@ class Attention:
             return
         with SLOT.suspend():
             wrong = _starts_differ(sequence, context.rank, position_ids.detach().cpu())
-        if _anywhere(context, wrong):
+        if anywhere(context, wrong):
             raise RefusedError(
                 f"{caller(context)}: the position_ids of this call start anew in other places than "
                 f"those of the batch, from which every rank takes the documents; put them into the "
@@ -308,20 +308,12 @@ def _check_padding(context: Context, sequence: Sequence, given: Tensor | None) -
         equal = given.shape == visible.shape and bool(
             torch.equal((given != 0).cpu()[:, real], visible[:, real])
         )
-    if _anywhere(context, not equal):
+    if anywhere(context, not equal):
         raise RefusedError(
             f"{caller(context)}: the attention_mask of shape {tuple(given.shape)} that the model "
             f"was called with is not the padding of this batch; pass the padding as the batch's "
             f"'attention_mask' [B, S], from which every rank takes it"
         )
-
-
-def _anywhere(context: Context, wrong: bool) -> bool:
-    """Whether something is wrong on any rank, so that all refuse alike; on this one later on."""
-    if not context.compare_calls or context.world == 1:
-        return wrong
-    with SLOT.suspend():
-        return bool(max_(torch.tensor([float(wrong)]), group=context.meta))
 
 
 def _starts_differ(sequence: Sequence, rank: int, position_ids: Tensor) -> bool:

@@ -1,5 +1,7 @@
 """Inputs that a model would otherwise make for itself from the local length."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +33,19 @@ class ByDistance(NamedTuple):
     numbers: Tensor | None
 
 
-def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+def filling(model: nn.Module) -> Callable[..., Call | None]:
+    """The pre-hook of a model, see `fill_inputs`; what sources say is read now, not in graphs."""
+    return partial(fill_inputs, names=parameters(model), counts=makes_positions(model))
+
+
+def fill_inputs(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    names: tuple[str, ...],
+    counts: bool,
+) -> Call | None:
     """Pre-hook of a `PreTrainedModel`: in a context, positions are global and no cache is made.
 
     Where the forward takes `position_ids` or `cache_position` and the caller gave none, they are
@@ -44,6 +58,8 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         module: the model.
         args: positional arguments of the call.
         kwargs: its other arguments.
+        names: of the parameters of its forward.
+        counts: whether the model makes positions of its own.
 
     Returns:
         The arguments of the call, None where nothing changes.
@@ -54,7 +70,6 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     context = SLOT.current
     if context is None:
         return None
-    names = parameters(module)
     given = dict(zip(names, args, strict=False)) | kwargs
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -65,9 +80,9 @@ def fill_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         table = getattr(getattr(module, "embeddings", None), "token_type_ids", None)
         if isinstance(table, Tensor):
             fills["token_type_ids"] = table[:, positions].expand(tokens.shape[0], -1)
-        if not makes_positions(module):
+        if not counts:
             fills["position_ids"] = positions.unsqueeze(0)
-    if is_decoded(module):
+    if "decoder_input_ids" in names and is_decoded(module):
         fills["decoder_input_ids"] = _from_labels(context, module, given)
         decoded = next((given[name] for name in DECODED if given.get(name) is not None), None)
         tokens = fills["decoder_input_ids"] if decoded is None else decoded

@@ -52,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         choices=sorted(SCHEDULES),
         default=argparse.SUPPRESS,
-        help="how keys and values travel; may be given again (default: each)",
+        help="how keys and values travel; may be given again (default: each that the heads allow)",
     )
     _add_special_options(parser)
 
@@ -114,7 +114,7 @@ def checked(args: argparse.Namespace) -> Settings:
     Raises:
         ConfigError: if an option cannot work, or matplotlib is missing for a picture.
     """
-    exchanges = getattr(args, "exchange", list(SCHEDULES))
+    exchanges = getattr(args, "exchange", _allowed(args.world, args.heads))
     settings = Settings(
         world=args.world,
         seqlen=args.seqlen,
@@ -133,6 +133,11 @@ def checked(args: argparse.Namespace) -> Settings:
     )
     check_outputs(args, PICTURE)
     return settings
+
+
+def _allowed(world: int, heads: int) -> list[str]:
+    """Every exchange that has a head for each rank that swaps them."""
+    return [name for name, make in SCHEDULES.items() if make().block(max(world, 1)) <= heads]
 
 
 def _lengths(text: str) -> tuple[int, ...]:

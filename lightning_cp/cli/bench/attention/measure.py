@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from lightning_cp.comm.p2p import Link, Message, Waiting
+from lightning_cp.comm.p2p import Link, Message, Role, Waiting
 from lightning_cp.exchange import executor
 from lightning_cp.exchange.probe import Phase, Probe, silent
 from lightning_cp.kernels import Kernel
@@ -140,10 +140,12 @@ class CountingLink:
         self._link = link
         self.bytes_sent = 0
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Waiting:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], *, role: Role = "keys"
+    ) -> Waiting:
         """See `lightning_cp.comm.p2p.exchange`."""
         self.bytes_sent += sum(buffer.nbytes for _, buffer in sends)
-        return self._link.exchange(sends, receives)
+        return self._link.exchange(sends, receives, role=role)
 
 
 class Took(NamedTuple):

@@ -91,6 +91,10 @@ class Settings:
             )
         self._check_mask()
         self._check_network()
+        for exchange in self.exchanges:
+            reason = self.plan(exchange, 0).rejects(self.heads)
+            if reason is not None:
+                raise ConfigError(f"--exchange {exchange} with --heads {self.heads}: {reason}")
 
     def _check_mask(self) -> None:
         documents = self.documents
@@ -150,6 +154,7 @@ class Settings:
         sent = 0
         for rank in range(self.world):
             traffic = self.plan(case.exchange, rank).traffic(
+                heads=self.heads,
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
                 itemsize=DTYPES[case.dtype].itemsize,

@@ -9,7 +9,7 @@ import torch
 from lightning_cp.balance import DOCUMENT_LAYOUTS, Balanced, layout_of
 from lightning_cp.layout import LAYOUTS, Layout
 from lightning_cp.mask import Documents, Edges, Mask, Window
-from lightning_cp.plan import SCHEDULES
+from lightning_cp.plan import SCHEDULES, Exchange, Hybrid
 from lightning_cp.spans import Span
 
 DTYPES = {
@@ -28,8 +28,7 @@ class Case:
         number: which of the cases of a seed.
         mask: who sees whom.
         layouts: who holds which queries, and which keys; positions past the mask are dummies.
-        exchange: name of the exchange.
-        head_chunks: into how many groups the heads are cut.
+        schedule: the exchange with its options.
         kernel: name of the kernel.
         dtype: name of the dtype.
         heads: query heads and key heads.
@@ -40,8 +39,7 @@ class Case:
     number: int
     mask: Mask
     layouts: tuple[Layout, Layout]
-    exchange: str
-    head_chunks: int
+    schedule: Exchange
     kernel: str
     dtype: str
     heads: tuple[int, int]
@@ -52,6 +50,11 @@ class Case:
     def world(self) -> int:
         """Number of ranks."""
         return self.layouts[0].world
+
+    @property
+    def exchange(self) -> str:
+        """Name of the exchange."""
+        return self.schedule.name
 
 
 def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
@@ -80,6 +83,8 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
     q_layout = _layout(dice, (*edges[:-1], length + dice.choice((0, 0, 3))), world)
     kernel = dice.choice(("sdpa", "sdpa", "reference"))
     head_dim, kv_heads = dice.choice((3, 4, 8, 16)), dice.choice((1, 2, 3, 4))
+    schedule = _schedule(dice, world)
+    fewest = -(-schedule.block(world) // kv_heads)
     return Case(
         number=number,
         mask=mask,
@@ -87,14 +92,21 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
             q_layout,
             _layout(dice, (0, kv_length + dice.choice((0, 3))), world) if crossed else q_layout,
         ),
-        exchange=dice.choice(sorted(SCHEDULES)),
-        head_chunks=dice.randint(1, 4),
+        schedule=schedule,
         kernel=kernel,
         dtype=dice.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
-        heads=(kv_heads * dice.choice((1, 1, 2, 4)), kv_heads),
+        heads=(kv_heads * max(fewest, dice.choice((1, 1, 2, 3, 4))), kv_heads),
         dims=(head_dim, dice.choice((head_dim, 5)) if kernel == "reference" else head_dim),
         batch=batch,
     )
+
+
+def _schedule(dice: random.Random, world: int) -> Exchange:
+    name, chunks = dice.choice(sorted(SCHEDULES)), dice.randint(1, 4)
+    if name != Hybrid.name:
+        return SCHEDULES[name](head_chunks=chunks)
+    size = dice.choice([n for n in range(1, world + 1) if world % n == 0])
+    return Hybrid(size, dice.choice(("direct", "ring")), head_chunks=chunks)
 
 
 def _edges(dice: random.Random, length: int) -> tuple[int, ...]:

@@ -87,7 +87,10 @@ def _report(
             "seed": args.seed,
             "failures": len(findings),
             "kinds": dict(sorted(counts.items())),
-            "findings": [{"wrong": wrong, **asdict(case)} for case, wrong in findings],
+            "findings": [
+                {"wrong": wrong, "exchange": case.exchange, **asdict(case)}
+                for case, wrong in findings
+            ],
         }
         args.json.write_text(json.dumps(content, indent=2), encoding="utf-8")
     if findings:

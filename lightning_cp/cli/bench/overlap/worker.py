@@ -125,7 +125,8 @@ class _Steps:
             dtype
         )
         self._x = torch.randn(1, settings.seqlen, settings.width, dtype=dtype)
-        fsdp.shard(self._model, parameter_mesh(Topology(dp=1, cp=settings.world), device=CPU))
+        mesh = parameter_mesh(Topology(dp=1, cp=settings.world), device=CPU)
+        fsdp.shard(self._model, mesh, fsdp.Sharding(stage=3), device=CPU)
         slow: Any = ThrottledGather(link)
         for part in fsdp.sharded_parts(self._model):
             part.set_custom_all_gather(slow)

@@ -162,9 +162,9 @@ def measure(
             command=0,
             draw=seed,
             layout=name,
-            work_max_over_mean=_max_over_mean([plan.work() for plan in own]),
+            work_max_over_mean=_max_over_mean([_work(plan, sizes) for plan in own]),
             tokens_max_over_mean=_max_over_mean([plan.q_size for plan in own]),
-            zigzag_work_max_over_mean=_max_over_mean([plan.work() for plan in zigzag]),
+            zigzag_work_max_over_mean=_max_over_mean([_work(plan, sizes) for plan in zigzag]),
             bytes_received=max(received(plan, sizes) for plan in own),
             seconds=[list(of_rank) for of_rank in zip(*found, strict=True)],
         )
@@ -178,6 +178,11 @@ def received(plan: Plan, sizes: Sizes) -> int:
         kv_heads=sizes.heads, head_dim=sizes.head_dim, itemsize=DTYPES[sizes.dtype].itemsize
     )
     return traffic.forward_received + traffic.backward_received
+
+
+def _work(plan: Plan, sizes: Sizes) -> int:
+    """Score elements of all heads that a rank computes."""
+    return plan.work() * plan.own_heads(sizes.heads, sizes.heads)[0]
 
 
 def _plans(sizes: Sizes, layout: Layout, lengths: Sequence[int]) -> list[Plan]:

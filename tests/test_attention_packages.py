@@ -1,0 +1,158 @@
+"""Attention functions of other modules: plain outside a context, refused within one."""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from lightning_cp.context import SLOT
+from lightning_cp.errors import RefusedError
+from lightning_cp.swap import Installation
+from lightning_cp.swap.packages import FUNCTIONS, WITHOUT_OPERATORS
+from tests._harness import flash_attn
+from tests._harness.multihead import BATCH, HEADS, SIZE, context
+
+LIBRARIES = {name: names for name, names in FUNCTIONS.items() if not name.startswith("torch.")}
+
+
+def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def flexed(q: Tensor) -> Tensor:
+    mask = create_block_mask(causal, None, None, SIZE, SIZE, device="cpu")
+    found: Tensor = flex_attention(q, q, q, block_mask=mask)
+    return found
+
+
+def flexed_by_keyword(q: Tensor) -> Tensor:
+    found: Tensor = flex_attention(key=q, query=q, value=q, scale=0.3)
+    return found
+
+
+CALLS: dict[str, Callable[[Tensor], Tensor]] = {
+    "block mask": flexed,
+    "keywords": flexed_by_keyword,
+}
+
+
+@contextmanager
+def in_use() -> Iterator[Installation]:
+    installation = Installation()
+    try:
+        yield installation
+    finally:
+        installation.remove()
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_flex_attention_that_was_imported_before(call: Callable[[Tensor], Tensor]) -> None:
+    q = torch.randn(BATCH, HEADS, SIZE, 16)
+    before, signature = call(q), inspect.signature(flex_attention)
+    code, keywords = flex_attention.__code__, flex_attention.__kwdefaults__
+    with in_use():
+        torch.testing.assert_close(call(q), before)
+        assert inspect.signature(flex_attention) == signature
+        with (
+            SLOT.activate(context()),
+            pytest.raises(RefusedError, match=r"flex_attention\.flex_attention computes over"),
+        ):
+            call(q)
+        with SLOT.activate(context()), SLOT.suspend():
+            torch.testing.assert_close(call(q), before)
+    torch.testing.assert_close(call(q), before)
+    assert flex_attention.__code__ is code
+    assert flex_attention.__kwdefaults__ == keywords
+    assert not hasattr(flex_attention, "__signature__")
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
+def test_flex_attention_in_compiled_code(call: Callable[[Tensor], Tensor]) -> None:
+    q = torch.randn(BATCH, HEADS, SIZE, 16)
+    with in_use():
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        found = compiled(q)
+        with SLOT.activate(context()), pytest.raises(RefusedError, match="flex_attention"):
+            compiled(q)
+        torch.testing.assert_close(compiled(q), found)
+        torch.testing.assert_close(torch.compile(call, backend="aot_eager")(q), found)
+
+
+def _package(name: str, functions: tuple[str, ...]) -> Iterator[ModuleType]:
+    """A module of this name with such functions, each of which doubles its first argument."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        module = ModuleType(".".join(parts[:end]))
+        module.__path__ = []
+        yield module
+    for function in functions:
+        exec(f"def {function}(query, *rest, p=0.0): return query * 2", vars(module))
+
+
+@contextmanager
+def _present(name: str, functions: tuple[str, ...]) -> Iterator[ModuleType]:
+    modules = list(_package(name, functions))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in modules:
+            patch.setitem(sys.modules, module.__name__, module)
+        yield modules[-1]
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_functions_of_packages(name: str) -> None:
+    names = LIBRARIES[name]
+    with _present(name, names) as module:
+        functions = [getattr(module, function) for function in names]
+        with in_use(), SLOT.activate(context()):
+            for function in functions:
+                with pytest.raises(RefusedError, match=rf"{function.__name__} computes over"):
+                    function(torch.ones(2))
+        assert [function(1) for function in functions] == [2] * len(names)
+        assert [function.__kwdefaults__ for function in functions] == [{"p": 0.0}] * len(names)
+
+
+def test_flash_attn_without_registered_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_cp.swap.flash_attn.NAMESPACE", "flash_attn_of_old")
+    with (
+        _present("flash_attn.flash_attn_interface", WITHOUT_OPERATORS) as module,
+        in_use(),
+        SLOT.activate(context()),
+    ):
+        for name in WITHOUT_OPERATORS:
+            with pytest.raises(RefusedError, match=rf"{name} computes over"):
+                getattr(module, name)(torch.ones(2))
+
+
+def test_packages_that_cannot_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LIBRARIES:
+        monkeypatch.setitem(sys.modules, name, None)
+    with in_use():
+        pass
+
+
+def test_signatures_of_the_real_package() -> None:
+    package = pytest.importorskip("flash_attn")
+    for name, signature in flash_attn.SIGNATURES.items():
+        assert str(inspect.signature(getattr(package, name))) == signature
+    for name, schema in flash_attn.SCHEMAS.items():
+        found = getattr(torch.ops.flash_attn, name).default._schema
+        assert str(found) == f"flash_attn::{name}{schema}"
+
+
+def test_schemas_of_the_stand_in() -> None:
+    with flash_attn.installed() as package:
+        for name, signature in flash_attn.SIGNATURES.items():
+            assert str(inspect.signature(getattr(package, name))) == signature
+        q = torch.randn(2, 3, 1, 8, requires_grad=True)
+        torch.library.opcheck(
+            torch.ops.flash_attn._flash_attn_forward.default,
+            (q.detach(), q.detach(), q.detach(), 0.0, 0.5, True, -1, -1, 0.0, None, False),
+            test_utils=("test_schema", "test_faketensor"),
+        )

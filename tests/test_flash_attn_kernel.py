@@ -1,0 +1,68 @@
+"""The kernel of flash-attn in calls of attention, by the stand-in on CPUs."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_cp.attention import attend
+from lightning_cp.context import SLOT
+from lightning_cp.swap import Installation
+from tests._harness import flash_attn
+from tests._harness.multihead import context
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the kernel take CPU tensors of any dtype."""
+    for name in ("unfit", "too_old"):
+        monkeypatch.setattr(f"lightning_cp.kernels.flash_attn.{name}", lambda *_: None)
+
+
+def _attended(kernel: str, size: int, **options: Any) -> list[Tensor]:
+    """Output and gradients of a call in a context."""
+    generator = torch.Generator().manual_seed(size)
+    rows = [
+        torch.randn(2, heads, 5, size, generator=generator, dtype=torch.float64)
+        for heads in (4, 2, 2)
+    ]
+    leaves = [x.requires_grad_() for x in rows]
+    with SLOT.activate(replace(context(), kernel=kernel)):
+        out = attend(*leaves, **options)
+        return [out, *torch.autograd.grad(out.sin().sum(), leaves)]
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["plain", "with overrides"])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, (2, 1)])
+def test_calls_like_those_of_the_reference(
+    window: Any, softcap: float | None, installed: bool
+) -> None:
+    """The kernel's own calls are not taken for a model's, where those are swapped."""
+    options = {"is_causal": window is None, "softcap": softcap, "window": window}
+    with flash_attn.installed():
+        installation = Installation() if installed else None
+        try:
+            for size in (5, 8):
+                found = _attended("flash_attn", size, **options)
+                for one, other in zip(found, _attended("reference", size, **options), strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        finally:
+            if installation is not None:
+                installation.remove()
+        names = {call.name for call in flash_attn.CALLS}
+        assert names == {"_flash_attn_varlen_forward", "_flash_attn_varlen_backward"}
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_deterministic_gradients_where_torch_is_told_so(wanted: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        with flash_attn.installed():
+            _attended("flash_attn", 8)
+            assert flash_attn.CALLS[-1].arguments["deterministic"] is wanted
+    finally:
+        torch.use_deterministic_algorithms(before)
