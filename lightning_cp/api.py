@@ -1,6 +1,5 @@
 """Context parallelism without Lightning: cut a batch, run a model on it, put outputs together."""
 
-import inspect
 import weakref
 import zlib
 from collections import Counter
@@ -28,11 +27,11 @@ from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
-from lightning_cp.mask import Visibility
 from lightning_cp.plan import EXCHANGES, Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
-from lightning_cp.swap.huggingface import HuggingFace, makes_positions, pretrained
+from lightning_cp.swap.huggingface import HuggingFace, Traits, traits
+from lightning_cp.swap.litgpt import LitGPT
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
@@ -94,16 +93,17 @@ class ContextParallel:
         self.config.check(world)
         self.group, self.meta, self.a2a = group, meta, a2a
         self._installation = Installation((device_type,))
-        self._huggingface = HuggingFace()
+        self._adapters = (HuggingFace(), LitGPT())
         self._steps: Counter[str] = Counter()
         self._last: Context | None = None
         self._loss: Tensor | None = None
         self.attended: Callable[[], None] | None = None
-        self._taking: tuple[Any, bool, bool] = (None, False, False)
+        self._known: tuple[Any, Traits] = (None, Traits())
 
     def close(self) -> None:
         """Take attention and losses back to what they were; calling it again does nothing."""
-        self._huggingface.remove()
+        for adapter in self._adapters:
+            adapter.remove()
         self._installation.remove()
         SLOT.clear()
 
@@ -121,7 +121,7 @@ class ContextParallel:
             batch: the whole batch, the same on every rank of the group: dict, dataclass, tuple or
                 tensor, nested or not; or a `ShardedBatch`, which is not cut again.
             module: root module, for names in messages, to see whether it takes positions, and to
-                prepare models of Hugging Face in it.
+                prepare models of Hugging Face and litgpt in it.
             stage: the first micro-steps of every stage are watched closely.
             code: `content_code(batch)` where it is known already.
 
@@ -129,7 +129,8 @@ class ContextParallel:
             BatchError: on every rank, if the batch cannot be cut.
             MismatchError: on every rank, if one rank could not cut its batch.
         """
-        self._huggingface.prepare(module)
+        for adapter in self._adapters:
+            adapter.prepare(module)
         step = self._steps[stage]
         self._steps[stage] += 1
         try:
@@ -145,7 +146,8 @@ class ContextParallel:
             group=self.group,
             a2a=self.a2a,
             meta=self.meta,
-            sequences={"sequence": part.sequence},
+            sequences=part.sequences,
+            whole=part.whole,
             exchange=part.exchange,
             layout=found.layout,
             kernel=self.config.attention_backend,
@@ -167,7 +169,7 @@ class ContextParallel:
             module: root module; see `shard`.
         """
         layout, log = self._layout(), self._last.log if self._last is not None else None
-        takes_positions, as_transformers = self._traits(module)
+        known = self._traits(module)
         rules = Rules(
             layout=layout,
             adaptive=self.config.layout == "auto",
@@ -175,13 +177,16 @@ class ContextParallel:
             exchanges=self._exchanges(),
             calls=expected_calls(log),
             sequence_dims=self.config.sequence_dims,
-            takes_positions=takes_positions,
+            takes_positions=known.takes_positions,
             documents=self.config.documents,
-            as_transformers=as_transformers,
+            as_transformers=known.as_transformers,
+            decodes=known.decodes,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
-        expected = tuple(log.seen if log is not None else ()) or (Visibility(),)
-        return Share(rules, self.rank, self.world, expected)
+        share = Share(rules, self.rank, self.world)
+        seen = log.seen if log is not None else {}
+        calls = tuple((call, tuple(pairs)) for call, pairs in seen.items())
+        return share._replace(calls=calls) if calls else share
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
         if isinstance(batch, Uncut):
@@ -267,8 +272,11 @@ class ContextParallel:
 
         Returns:
             The whole tensor on every rank, without gradient.
+
+        Raises:
+            RefusedError: if the size at `dim` is not this rank's share of a sequence of the batch.
         """
-        sequence = shard.cut.sequence
+        sequence = shard.context.sequence_of(tensor.shape[dim])
         shards = all_gather(
             tensor.detach(), sequence.layout.sizes, dim=dim, rank=self.rank, group=self.group
         )
@@ -305,25 +313,18 @@ class ContextParallel:
         log = self._last.log if self._last is not None else None
         return "contiguous" if log is not None and log.attention and not log.causal else "zigzag"
 
-    def _traits(self, module: torch.nn.Module | None) -> tuple[bool, bool]:
-        """Whether a module takes positions 0, 1, 2, ..., and holds a model of Hugging Face."""
-        if module is None:
-            return False, False
-        if self._taking[0] is not module:
-            models = pretrained(module)
-            takes = any(
-                "position_ids" in inspect.signature(part.forward).parameters
-                for part in module.modules()
-            ) and not any(makes_positions(model) for model in models)
-            self._taking = (module, takes, bool(models))
-        return self._taking[1:]
+    def _traits(self, module: torch.nn.Module | None) -> Traits:
+        """What a module says about its batches, looked up once."""
+        if self._known[0] is not module:
+            self._known = (module, traits(module))
+        return self._known[1]
 
     def _compare(self, stage: str, step: int, found: ShardedBatch | None, error: str) -> Digest:
         """Start the one comparison of a micro-step; with an error, finish it too."""
         shapes = found.shapes if found is not None else ""
         contents = found.code if found is not None else 0
         layout = found.layout if found is not None else _name(self._layout())
-        spans = found.part.sequence.layout.spans if found is not None else ()
+        spans = [s.layout.spans for s in found.part.sequences.values()] if found is not None else []
         exchange = str(found.part.exchange) if found is not None else ""
         calls = self._last.log.digest if self._last is not None else 0
         loss = float(self._loss) if self._loss is not None else 0.0
@@ -360,9 +361,9 @@ def _name(layout: str | Balanced) -> str:
     return layout if isinstance(layout, str) else layout.name
 
 
-def _shown(layout: str, spans: Sequence[Spans]) -> str:
-    """A layout in a message."""
-    sizes = ", ".join(str(total(own)) for own in spans)
+def _shown(layout: str, spans: Sequence[Sequence[Spans]]) -> str:
+    """A layout of every sequence in a message."""
+    sizes = " and ".join(", ".join(str(total(own)) for own in each) for each in spans)
     return f"{layout} of {sizes} tokens, hash {zlib.crc32(str(spans).encode()):08x}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
-from lightning_cp.context import SLOT, CallLog, Context, Ran, Sequence
+from lightning_cp.context import SLOT, CallLog, Context, Ran
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
 from lightning_cp.kernels import resolve
@@ -23,6 +23,7 @@ from lightning_cp.kernels.scores import PLAIN, Dropout, PerHead, Scores
 from lightning_cp.kernels.terms import sink_gradient
 from lightning_cp.layout import contiguous
 from lightning_cp.mask import MaskMod, Visibility, Window
+from lightning_cp.sequences import Sequence
 
 
 def attend(
@@ -125,7 +126,6 @@ def forward_implementation(
         _compare(context, code, q, k, sees, terms)
     context.log.attention += 1
     context.log.causal += is_causal
-    context.log.seen[sees] = None
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], sees)
     plan = SLOT.bound(handle).plan
     assert plan is not None  # invariant: attention handles always carry a plan

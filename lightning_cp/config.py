@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_cp.balance import Balanced
 from lightning_cp.errors import ConfigError
@@ -42,6 +42,46 @@ MADE: dict[str, tuple[tuple[type, ...], str]] = {
 }
 """Options that also take an object: its classes, and how a message calls them."""
 
+MAIN = "sequence"
+"""Name of the sequence of fields that name none."""
+
+WHOLE = "whole"
+"""Word that says in `sequence_dims` that every rank holds a sequence as it is."""
+
+SequenceDim = int | tuple[str, int] | tuple[str, int, str] | None
+"""Where a field has its tokens: a dimension; with the name of its sequence; with "whole" too.
+
+None: the field passes through untouched.
+"""
+
+SequenceDims = Mapping[str, SequenceDim]
+"""By field name. The name of a value in a tuple or list is its index, as a string; names of nested
+containers are joined with dots.
+"""
+
+
+class Place(NamedTuple):
+    """Where a field has the tokens of a sequence.
+
+    Attributes:
+        sequence: name of the sequence.
+        dim: dimension of the tokens.
+        whole: every rank holds all tokens.
+    """
+
+    sequence: str
+    dim: int
+    whole: bool = False
+
+
+def place_of(value: SequenceDim) -> Place | None:
+    """What one value of `sequence_dims` says; None for a field that passes through."""
+    if value is None:
+        return None
+    if isinstance(value, int):
+        return Place(MAIN, value)
+    return Place(value[0], value[1], len(value) == 3)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -70,7 +110,9 @@ class Config:
             does on one device, and refuses positions that start anew for any other model.
         loss: what a step returns: "auto", a loss over the whole group, which must be the same on
             every rank; "token_mean", a mean over local tokens that is still to be averaged.
-        sequence_dims: sequence dimension by field name (index of a tuple, as a string).
+        sequence_dims: sequence dimension by field name (index of a tuple, as a string), with the
+            name of the sequence where a batch holds several: `("tgt", 1)`; with "whole" where
+            every rank keeps it as it is: `("image", 1, "whole")`.
         pad_to_multiple_of: dummy tokens fill a row up to a multiple of this.
         data: "check": every rank reads the batches, and they are compared; "broadcast": the first
             rank of a group reads them for the others.
@@ -98,7 +140,7 @@ class Config:
     attention_backend: str = "auto"
     documents: str = "auto"
     loss: str = "auto"
-    sequence_dims: Mapping[str, int | None] | None = None
+    sequence_dims: SequenceDims | None = None
     pad_to_multiple_of: int | None = None
     zero_stage: int = 0
     param_gather: str = "auto"
@@ -141,16 +183,7 @@ class Config:
                 f"pad_to_multiple_of={multiple!r} must be a positive integer, or None for no more "
                 f"padding than two tokens per rank"
             )
-        dims = self.sequence_dims
-        if dims is not None and not (
-            isinstance(dims, Mapping)
-            and all(isinstance(name, str) for name in dims)
-            and all(dim is None or _is_integer(dim) for dim in dims.values())
-        ):
-            raise ConfigError(
-                f"sequence_dims={dims!r} must map field names to a dimension, or to None for a "
-                f"field that passes through, for example {{'tokens': 1}}"
-            )
+        _check_dims(self.sequence_dims)
 
     @property
     def whole_gradients(self) -> bool:
@@ -169,6 +202,36 @@ class Config:
             self.layout.shares(world)
         if self.exchange != "auto":
             schedule_of(self.exchange).block(world)
+
+
+def _check_dims(dims: Any) -> None:
+    """Refuse what is no `SequenceDims`."""
+    if dims is None:
+        return
+    named = isinstance(dims, Mapping) and all(isinstance(name, str) for name in dims)
+    if not named or not all(_is_place(value) for value in dims.values()):
+        raise ConfigError(
+            f"sequence_dims={dims!r} must map field names to a dimension, for example "
+            f"{{'tokens': 1}}; to the name of its sequence and a dimension where a batch holds "
+            f"several, {{'tgt': ('target', 1)}}; to these and 'whole' where every rank keeps it, "
+            f"{{'image': ('image', 1, 'whole')}}; or to None for a field that passes through"
+        )
+    places = [place for place in map(place_of, dims.values()) if place is not None]
+    for name in {place.sequence for place in places}:
+        if len({place.whole for place in places if place.sequence == name}) > 1:
+            raise ConfigError(
+                f"sequence_dims={dims!r} declares sequence {name!r} both cut and whole; say "
+                f"'whole' of all of its fields or of none"
+            )
+
+
+def _is_place(value: Any) -> bool:
+    if value is None or _is_integer(value):
+        return True
+    if not isinstance(value, tuple | list) or len(value) not in (2, 3):
+        return False
+    named = isinstance(value[0], str) and value[0] != "" and _is_integer(value[1])
+    return named and tuple(value[2:]) in ((), (WHOLE,))
 
 
 def _is_integer(value: Any) -> bool:

@@ -21,51 +21,26 @@ from torch import Tensor
 
 from lightning_cp.compat import at_end_of_backward
 from lightning_cp.errors import BatchError, RefusedError
-from lightning_cp.layout import Layout
-from lightning_cp.mask import Documents, Mask, MaskMods, Visibility
+from lightning_cp.mask import Mask, MaskMods, Visibility
 from lightning_cp.plan import Plan, PlanKey, Schedule, build_plan
-from lightning_cp.spans import Span
+from lightning_cp.sequences import Sequence, plan_key
 
 HANDLES = 1024
 """How many forwards may wait for their backward at a time."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sequence:
-    """One named sequence of a batch: how it is laid out and what of it is real.
-
-    Attributes:
-        layout: who holds which positions; positions at or past `length` are dummies.
-        length: number of real positions.
-        batch: rows of the batch.
-        documents: cumulative document lengths, common to all rows or for every row its own; None
-            for one document.
-        as_transformers: documents follow the rules of Hugging Face transformers: they hold for
-            causal attention, and only if the model was called in a way that isolates them.
-        keys: for every batch row the span of positions that are not padding, or None.
-    """
-
-    layout: Layout
-    length: int
-    batch: int
-    documents: Documents | None = None
-    as_transformers: bool = False
-    keys: tuple[Span, ...] | None = None
-
-    def visible_keys(self, rank: int) -> Tensor:
-        """Which local positions of `rank` are not padding: bool `[batch, size(rank)]`."""
-        positions = self.layout.positions(rank)
-        keys = self.keys or ((0, self.length),) * self.batch
-        start, stop = torch.tensor(keys).unbind(1)
-        return (positions >= start[:, None]) & (positions < stop[:, None])
-
-    def real(self, rank: int) -> Tensor:
-        """Which local positions of `rank` are no dummies: bool `[size(rank)]`."""
-        return self.layout.positions(rank) < self.length
-
-
 def mask_of(q: Sequence, kv: Sequence, sees: Visibility) -> Mask:
-    """Who sees whom in an attention call on two sequences, or on one with itself."""
+    """Who sees whom in an attention call on two sequences, or on one with itself.
+
+    Raises:
+        RefusedError: if sequences that are to be kept apart into documents attend to others.
+    """
+    if q != kv and any(s.documents and not s.as_transformers for s in (q, kv)):
+        raise RefusedError(
+            f"queries of a sequence of {q.length} tokens attend to another of {kv.length} tokens, "
+            f"and rows hold several documents that are to be kept apart; which documents belong "
+            f"together is not known: pass one document per row, or say documents='none'"
+        )
     isolated = q == kv and (sees.is_causal or not q.as_transformers)
     return Mask(
         q.length,
@@ -96,17 +71,18 @@ class Ran(NamedTuple):
 class CallLog:
     """What the swapped calls of one micro-step did: counts, and a hash that peers compare.
 
-    `seen` holds what the attention calls asked to see, in the order of the first call of each;
-    `ran` how often calls of every kind ran, recomputed ones included; `plans` what their handles
-    stand for. `built` plans were made in this process after the batch had arrived, which with the
-    layout, if that was made here, took `planning` seconds.
+    `seen` holds what the attention calls asked to see, in the order of the first call of each, and
+    for each the names of the sequences of its queries and keys; `ran` how often calls of every kind
+    ran, recomputed ones included; `plans` what their handles stand for. `built` plans were made in
+    this process after the batch had arrived, which with the layout, if that was made here, took
+    `planning` seconds.
     """
 
     attention: int = 0
     causal: int = 0
     loss: int = 0
     digest: int = 0
-    seen: dict[Visibility, None] = field(default_factory=dict)
+    seen: dict[Visibility, dict[tuple[str, str], None]] = field(default_factory=dict)
     ran: Counter[Ran] = field(default_factory=Counter)
     plans: dict[int, PlanKey] = field(default_factory=dict)
     built: int = 0
@@ -128,7 +104,8 @@ class Context:
         world: size of the group.
         group: process group of the exchange.
         meta: CPU process group for checks.
-        sequences: the named sequences of the batch.
+        sequences: the named sequences of the batch that are cut.
+        whole: those of which every rank holds all tokens.
         exchange: name of the schedule, or one with options.
         layout: name of the layout, for people.
         kernel: name of the kernel, or "auto".
@@ -148,6 +125,7 @@ class Context:
     group: Any
     meta: Any
     sequences: Mapping[str, Sequence]
+    whole: Mapping[str, Sequence] = field(default_factory=dict)
     exchange: str | Schedule
     layout: str = ""
     kernel: str = "auto"
@@ -165,22 +143,40 @@ class Context:
         return {}
 
     def sequence_of(self, size: int) -> Sequence:
-        """The sequence of which this rank holds `size` positions.
+        """The sequence of which this rank holds `size` positions as its share.
 
         Raises:
             RefusedError: if no sequence, or more than one different sequence, has that size.
         """
-        found = [s for s in self.sequences.values() if s.layout.size(self.rank) == size]
+        return self._named(size, self.sequences)[1]
+
+    def held(self, size: int) -> Sequence:
+        """The sequence of which this rank holds `size` positions, as its share or whole.
+
+        Raises:
+            RefusedError: if no sequence, or more than one different sequence, has that size.
+        """
+        return self._held(size)[1]
+
+    def _held(self, size: int) -> tuple[str, Sequence]:
+        whole = any(s.length == size for s in self.whole.values())
+        return self._named(size, self.whole if whole else self.sequences)
+
+    def _named(self, size: int, among: Mapping[str, Sequence]) -> tuple[str, Sequence]:
+        found = [(n, s) for n, s in among.items() if s.layout.size(self.rank) == size]
         if not found:
             sizes = {name: s.layout.size(self.rank) for name, s in self.sequences.items()}
             raise RefusedError(
                 f"{size} tokens are no declared sequence's share on this rank (shares: {sizes}); "
-                f"wrap code that is meant to work on local tokens in functional.local()"
+                f"declare the sequence of tokens that every rank holds whole with 'whole' in "
+                f"sequence_dims, or wrap code that is meant to work on local tokens in "
+                f"functional.local()"
             )
-        if any(other != found[0] for other in found[1:]):
+        if any(other != found[0][1] for _, other in found[1:]):
+            names = ", ".join(name for name, _ in found)
             raise RefusedError(
-                f"{size} tokens are the share of several different sequences; give them different "
-                f"lengths (pad_to_multiple_of) so that a call can be told apart"
+                f"{size} tokens are the share of several different sequences ({names}); give them "
+                f"different lengths so that a call can be told apart"
             )
         return found[0]
 
@@ -194,13 +190,14 @@ class Context:
         """Handle of the plan for a call with these rows, local sizes and visibility.
 
         Raises:
-            RefusedError: if a size belongs to no declared sequence, or if rows are padded
-                differently and the call has other rows than the batch.
+            RefusedError: if a size belongs to no declared sequence, if rows are padded
+                differently and the call has other rows than the batch, or if queries that every
+                rank holds attend to keys that are cut.
             BatchError: if the call has other rows than prefixes.
         """
         key = (batch, q_size, kv_size, sees)
         if not SLOT.holds(self._found.get(key)):
-            q, kv = self.sequence_of(q_size), self.sequence_of(kv_size)
+            (q_name, q), (kv_name, kv) = self._held(q_size), self._held(kv_size)
             if sees.rows not in (None, batch):
                 raise BatchError(
                     f"prefixes of {sees.rows} batch rows for an attention call on {batch} rows; "
@@ -213,7 +210,8 @@ class Context:
                     f"padding or documents of their own; keep the rows of the batch in the call, "
                     f"or wrap it in functional.local()"
                 )
-            wanted = PlanKey(q.layout, kv.layout, mask, self.rank, self.exchange)
+            wanted = plan_key(q, kv, mask, rank=self.rank, exchange=self.exchange)
+            self.log.seen.setdefault(sees, {})[q_name, kv_name] = None
             self._found[key] = handle = SLOT.keep(self, self._plan(wanted))
             self.log.plans[handle] = wanted
         return self._found[key]

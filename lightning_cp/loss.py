@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp.comm.reduce import sum_
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.functional.operators import NOWHERE
+from lightning_cp.sequences import Sequence
 
 NEAREST = 64
 """How many operators before a loss are kept from making NaN of a gradient of 0."""

@@ -100,7 +100,7 @@ def _verify(
     step: Callable[[Any], Any],
     max_tokens: int,
 ) -> Report:
-    short, tokens = shortened(batch, parallel, max_tokens)
+    short, tokens = shortened(batch, parallel, module, max_tokens)
     versions = parameter_versions(module)
     with unchanged(module):
         rates = without_dropout(module)
@@ -133,21 +133,25 @@ def _verify(
     return found
 
 
-def shortened(batch: Any, parallel: ContextParallel, max_tokens: int) -> tuple[Any, str]:
-    """The batch with at most `max_tokens` positions, and how many are left, in words.
+def shortened(
+    batch: Any, parallel: ContextParallel, module: nn.Module, max_tokens: int
+) -> tuple[Any, str]:
+    """The batch with at most `max_tokens` positions of a sequence, and how many, in words.
 
     Where the first position of a row is padding the last positions are kept, else the first.
     """
-    fields = find_fields(batch, parallel.config.sequence_dims)
-    if fields.length <= max_tokens:
-        return batch, str(fields.length)
-    values = items(batch)
-    mask = next((values[name] for name in fields.called("attention_mask")), None)
-    left = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all())
-    start = fields.length - max_tokens if left else 0
-    for name, dim in fields.dims.items():
-        values[name] = values[name].narrow(dim, start, max_tokens)
-    return rebuilt(batch, values), f"{max_tokens} of {fields.length}"
+    share = parallel.share(module)
+    found = find_fields(batch, share.rules.sequence_dims, decodes=share.rules.decodes)
+    values, words = items(batch), []
+    for fields in found.values():
+        kept = min(fields.length, max_tokens)
+        words.append(f"{kept} of {fields.length}" if kept < fields.length else str(kept))
+        mask = next((values[name] for name in fields.called("attention_mask")), None)
+        left = isinstance(mask, Tensor) and mask.ndim == 2 and not bool(mask[:, 0].all())
+        start = fields.length - kept if left else 0
+        for name, dim in fields.dims.items() if kept < fields.length else ():
+            values[name] = values[name].narrow(dim, start, kept).contiguous()
+    return rebuilt(batch, values), "; ".join(words)
 
 
 @contextmanager

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_cp.context import Context, Sequence
+from lightning_cp.context import Context
 from lightning_cp.diagnostics.verify.align import coarsest, difference, furthest, relative
 from lightning_cp.layout import zigzag
+from lightning_cp.sequences import Sequence
 
 LENGTH, BATCH, RANK, WORLD = 7, 2, 1, 3
 

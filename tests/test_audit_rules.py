@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_cp.context import Context, Sequence
+from lightning_cp.context import Context
 from lightning_cp.diagnostics.audit import mode, rules
 from lightning_cp.diagnostics.audit.call import Call
 from lightning_cp.diagnostics.audit.tokens import Tokens
 from lightning_cp.errors import RefusedError
 from lightning_cp.layout import contiguous
+from lightning_cp.sequences import Sequence
 from tests._harness.audited import audited
 
 B, S, C, H, D = 2, 12, 16, 4, 5

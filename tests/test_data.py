@@ -61,8 +61,8 @@ def test_a_bare_tensor() -> None:
     found = parts(batch)
     assert [part.batch.shape for part in found] == [(2, 3, 1), (2, 2, 1)]
     assert torch.equal(whole(found, lambda b: b), batch)
-    assert find_fields(batch, None).dims == {"": 1}
-    assert find_fields(tokens(5).T, {"": 0}).dims == {"": 0}
+    assert find_fields(batch, None)["sequence"].dims == {"": 1}
+    assert find_fields(tokens(5).T, {"": 0})["sequence"].dims == {"": 0}
 
 
 def test_a_mapping_that_cannot_be_changed_becomes_a_dict() -> None:
@@ -84,7 +84,7 @@ def test_fields_that_are_not_per_token_pass_through() -> None:
         "nothing": None,
     }
     for part in parts(batch):
-        assert part.fields.dims == {"input_ids": 1, "inputs_embeds": 1, "loss_mask": 1}
+        assert part.dims == {"input_ids": 1, "inputs_embeds": 1, "loss_mask": 1}
         assert part.batch["style"] is style
         assert part.batch["names"] is names
         assert part.batch["count"] == 8
@@ -101,18 +101,18 @@ def test_declared_dims() -> None:
         "square": torch.zeros(8, 8),
     }
     declared = {"by_time": 0, "last": -1, "square": None, "absent": 1}
-    fields = find_fields(batch, declared)
+    fields = find_fields(batch, declared)["sequence"]
     assert fields.dims == {"by_time": 0, "last": 2, "input_ids": 1}
     found = parts(batch, sequence_dims=declared)
     assert torch.equal(whole(found, lambda b: b["by_time"], 0), batch["by_time"])
     assert torch.equal(whole(found, lambda b: b["last"], 2), batch["last"])
     assert found[0].batch["square"] is batch["square"]
-    only = find_fields((tokens(), torch.zeros(2, 3)), {"0": 1})
+    only = find_fields((tokens(), torch.zeros(2, 3)), {"0": 1})["sequence"]
     assert (only.dims, only.length, only.batch) == ({"0": 1}, 8, BATCH)
     undone = find_fields(
         {"tokens": tokens(), "input_ids": torch.zeros(1, 3)}, {"tokens": 1, "input_ids": None}
     )
-    assert undone.dims == {"tokens": 1}
+    assert undone["sequence"].dims == {"tokens": 1}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_declared_dims() -> None:
     ],
 )
 def test_the_number_of_rows_comes_from_a_field_with_rows(batch: Any, declared: Any) -> None:
-    assert find_fields(batch, declared).batch == BATCH
+    assert find_fields(batch, declared)["sequence"].batch == BATCH
 
 
 REFUSED: dict[str, tuple[Any, Any, str]] = {

@@ -92,8 +92,8 @@ def test_nested_containers(make: Any, tokens_at: str, labels_at: str) -> None:
     found = parts(batch, 3, layout="zigzag", sequence_dims=dims)
     for part in found:
         assert kinds(part.batch) == kinds(batch)
-        assert part.fields.dims == dict.fromkeys(given, 1)
-        assert (part.fields.length, part.fields.batch) == (9, 3)
+        assert part.dims == dict.fromkeys(given, 1)
+        assert (part.sequence.length, part.sequence.batch) == (9, 3)
         for name, value in items(batch).items():
             if name not in given:
                 assert items(part.batch)[name] is value, name

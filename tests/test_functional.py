@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_cp import functional
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.layout import Layout, contiguous
+from lightning_cp.sequences import Sequence
 
 B, S, D = 2, 5, 3
 

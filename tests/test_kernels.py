@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from lightning_cp import attend
 from lightning_cp.attention import attention, attention_backward
-from lightning_cp.context import HANDLES, SLOT, Context, Sequence
+from lightning_cp.context import HANDLES, SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.kernels import KERNELS, resolve
 from lightning_cp.kernels.base import Saved
@@ -23,6 +23,7 @@ from lightning_cp.layout import contiguous
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Tile
 from lightning_cp.plan.memory import NARROW, SMALL, slow_in_half
+from lightning_cp.sequences import Sequence
 from tests._harness import oracle, turns
 from tests._harness.cases import DTYPES
 from tests._harness.tolerance import assert_as_accurate

@@ -17,9 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import compat, functional
-from lightning_cp.context import SLOT, Context, Sequence, reenter
+from lightning_cp.context import SLOT, Context, reenter
 from lightning_cp.errors import ConfigError, RefusedError
 from lightning_cp.layout import Layout, contiguous
+from lightning_cp.sequences import Sequence
 from lightning_cp.swap import Installation, _torch
 from lightning_cp.swap.install import CACHE_TAG
 

@@ -134,7 +134,7 @@ def test_peers_agree_without_reading_each_others_tokens(tmp_path):
     assert len({part.code for part in first}) == len(first) > 1
     assert first[0].shapes.startswith("input_ids (1, ")
     part = first[0].part
-    assert part.fields.length == part.sequence.length == part.sequence.documents[-1]
+    assert part.fields["sequence"].length == part.sequence.length == part.sequence.documents[-1]
 
 
 def test_other_processes_map_the_files_themselves(tmp_path):

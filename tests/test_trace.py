@@ -7,10 +7,11 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_cp import attend
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT, Context
 from lightning_cp.diagnostics.trace import CollectiveCall, CollectiveRecorder, MemoryTracker
 from lightning_cp.layout import contiguous
 from lightning_cp.plan import Ring
+from lightning_cp.sequences import Sequence
 from lightning_cp.swap import Installation
 from tests._harness.pool import Pool
 

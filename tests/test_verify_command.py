@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_cp.cli.main import main
+from lightning_cp.cli.verify.command import _dims
 
 pytestmark = pytest.mark.timeout(300)  # every test starts a few processes
 
@@ -90,6 +91,7 @@ def test_what_is_no_model_is_two(model: str, capfd: pytest.CaptureFixture[str]) 
         (["{model}:right", "--ranks", "1"], "--ranks 1 is less than 2"),
         (["{model}:right", "--max-tokens", "0"], "--max-tokens 0 is less than 1"),
         (["{model}:right", "--sequence-dim", "x"], "is not NAME=DIM"),
+        (["{model}:right", "--sequence-dim", "x=tgt:1:cut"], "tokens=target:1 where"),
     ],
 )
 def test_bad_options_start_nothing(
@@ -97,3 +99,8 @@ def test_bad_options_start_nothing(
 ) -> None:
     assert main(["verify", *(text.format(model=model) for text in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_sequence_dims_name_their_sequence() -> None:
+    found = _dims(["a=-1", "b=tgt:1", "c.d=image:0:whole", "e=f=2"])
+    assert found == {"a": -1, "b": ("tgt", 1), "c.d": ("image", 0, "whole"), "e=f": 2}

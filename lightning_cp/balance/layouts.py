@@ -142,6 +142,11 @@ def padded(layout: Layout, padding: Padding) -> Layout:
         size, rank = fullness[0]
         heapreplace(fullness, (size + 1, rank))
         added[rank] += 1
+    return extended(layout, added)
+
+
+def extended(layout: Layout, added: Sequence[int]) -> Layout:
+    """A layout with dummies behind its tokens, `added[rank]` of them on every rank."""
     ends = [layout.length, *(layout.length + n for n in accumulate(added))]
     spans: list[Spans] = [
         union([*own, dummies]) for own, dummies in zip(layout.spans, pairwise(ends), strict=True)

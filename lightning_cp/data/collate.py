@@ -1,7 +1,7 @@
 """Cutting batches where they are made: in the processes that load data."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -9,13 +9,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
-from lightning_cp.context import Sequence, mask_of
+from lightning_cp.context import mask_of
 from lightning_cp.data.containers import items, rebuilt
 from lightning_cp.data.content import content_code, shapes_of
 from lightning_cp.data.cut import Cut, Rules, cut
 from lightning_cp.errors import BatchError
 from lightning_cp.mask import Visibility
 from lightning_cp.plan import Plan, PlanKey, Schedule
+from lightning_cp.sequences import Sequence, plan_key
+
+Pairs = tuple[tuple[str, str], ...]
+"""Names of the sequences of queries and keys that attention is between."""
 
 
 class Share(NamedTuple):
@@ -25,13 +29,14 @@ class Share(NamedTuple):
         rules: how batches are cut.
         rank: rank within the context-parallel group.
         world: size of the group.
-        calls: what the attention calls that are expected ask to see.
+        calls: what the attention calls that are expected ask to see, each with the names of the
+            sequences of its queries and its keys; the first sequence where there are none.
     """
 
     rules: Rules
     rank: int
     world: int
-    calls: tuple[Visibility, ...] = (Visibility(),)
+    calls: tuple[tuple[Visibility, Pairs], ...] = ((Visibility(), ()),)
 
 
 class Sharing(Protocol):
@@ -158,17 +163,24 @@ def sharded(
     )
 
 
-def planned(sequence: Sequence, share: Share, exchange: str | Schedule) -> dict[PlanKey, Plan]:
+def planned(
+    sequences: Mapping[str, Sequence], share: Share, exchange: str | Schedule
+) -> dict[PlanKey, Plan]:
     """The plans of the attention calls that are expected on a batch, by what they are found by.
 
     Args:
-        sequence: of the batch.
+        sequences: of the batch.
         share: how the batch was cut, and which calls are expected.
         exchange: how keys and values travel.
     """
-    layout = sequence.layout
-    masks = [mask_of(sequence, sequence, call) for call in share.calls]
-    keys = [PlanKey(layout, layout, mask, share.rank, exchange) for mask in masks]
+    main = next(iter(sequences))
+    keys = []
+    for sees, pairs in share.calls:
+        for names in pairs or ((main, main),):
+            if sequences.keys() >= set(names):
+                q, kv = (sequences[name] for name in names)
+                mask = mask_of(q, kv, sees)
+                keys.append(plan_key(q, kv, mask, rank=share.rank, exchange=exchange))
     return {key: key.build() for key in keys}
 
 
@@ -199,7 +211,8 @@ def _part(batch: Any, share: Share | None) -> Any:
     if get_worker_info() is None:
         return sharded(batch, part, share)
     part = dataclasses.replace(part, seconds=0.0)  # nobody waited for the layout
-    return sharded(batch, part, share, plans=planned(part.sequence, share, part.exchange))
+    plans = planned({**part.sequences, **part.whole}, share, part.exchange)
+    return sharded(batch, part, share, plans=plans)
 
 
 class ContextParallelCollate:

@@ -1,7 +1,7 @@
 """Cutting a whole batch: padding to the layout, this rank's tokens, and the facts about them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, cast
@@ -17,14 +17,16 @@ from lightning_cp.balance import (
     Work,
     layout_of,
 )
-from lightning_cp.context import Sequence
+from lightning_cp.config import MAIN, SequenceDims
+from lightning_cp.data.apart import Sizes, told_apart
 from lightning_cp.data.containers import children, items, join, last, rebuilt
 from lightning_cp.data.documents import find_documents
-from lightning_cp.data.fields import Fields, SequenceDims, find_fields
+from lightning_cp.data.fields import Fields, find_fields
 from lightning_cp.errors import BatchError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Documents, Edges, rows_of
 from lightning_cp.plan import Call, Schedule, quickest
+from lightning_cp.sequences import Sequence
 from lightning_cp.spans import Span
 
 PADDING = {"labels": -100, "shift_labels": -100}
@@ -40,21 +42,33 @@ class Cut:
 
     Attributes:
         batch: a batch of the given type with the per-token fields cut.
-        fields: what was cut.
-        sequence: layout, real length and padding.
+        fields: what was cut, by sequence.
+        sequences: layout, real length and padding of every sequence that was cut.
         added: names of fields that were added.
-        layout: name of the layout.
-        seconds: what making the layout took in this process.
+        layout: name of the layout of the first sequence.
+        seconds: what making the layouts took in this process.
         exchange: name of the schedule, or one with options.
+        whole: sequences of which every rank holds all tokens.
     """
 
     batch: Any
-    fields: Fields
-    sequence: Sequence
+    fields: Mapping[str, Fields]
+    sequences: Mapping[str, Sequence]
     added: tuple[str, ...]
     layout: str
     seconds: float = field(default=0.0, compare=False)
     exchange: str | Schedule = "direct"
+    whole: Mapping[str, Sequence] = field(default_factory=dict)
+
+    @property
+    def sequence(self) -> Sequence:
+        """The first sequence, the one without a name of its own if there is one."""
+        return next(iter(self.sequences.values()))
+
+    @property
+    def dims(self) -> dict[str, int]:
+        """Sequence dimension of every field that was cut, by name."""
+        return {name: dim for fields in self.fields.values() for name, dim in fields.dims.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +89,7 @@ class Rules:
         documents: "auto" refuses rows whose positions start anew, "none" lets them attend to
             each other, "position_ids" keeps them apart.
         as_transformers: the model is one of Hugging Face's, and "auto" means what that does.
+        decodes: the model is an encoder-decoder, so that labels belong to its decoder.
         pad_to_multiple_of: the padded length is a multiple of this.
     """
 
@@ -87,6 +102,7 @@ class Rules:
     takes_positions: bool = False
     documents: str = "auto"
     as_transformers: bool = False
+    decodes: bool = False
     pad_to_multiple_of: int | None = None
 
 
@@ -105,33 +121,70 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     Raises:
         BatchError: if the batch cannot be cut; see `find_fields`.
     """
-    fields = find_fields(batch, rules.sequence_dims)
+    found = find_fields(batch, rules.sequence_dims, decodes=rules.decodes)
     values = items(batch)
-    documents = find_documents(values, fields, rules)
-    keys = _padding(values, fields)
-    dims = dict(fields.dims)
-    added = _places(batch, values, fields) if rules.takes_positions else ()
-    for name in added:
-        positions = torch.arange(fields.length, device=values[next(iter(dims))].device)
-        values[name] = positions.expand(fields.batch, -1)
-    dims.update(dict.fromkeys(added, 1))
-    start = perf_counter()
-    choice, layout = lay_out(fields, documents, rules, world)
-    exchange = exchange_of(layout, fields, documents, rules)
-    seconds = perf_counter() - start
-    for name, dim in dims.items():
-        whole = _filled(values[name], dim, layout.length, PADDING.get(last(name), 0))
-        values[name] = layout.shard(whole, rank=rank, dim=dim)
-    sequence = Sequence(
-        layout=layout,
-        length=fields.length,
-        batch=fields.batch,
-        documents=documents,
-        as_transformers=rules.as_transformers and rules.documents == "auto",
-        keys=keys,
-    )
-    name = choice if isinstance(choice, str) else choice.name
-    return Cut(rebuilt(batch, values), fields, sequence, added, name, seconds, exchange)
+    sequences, choice, seconds = _sequences(values, found, rules, rank, world)
+    whole = {name: one for name, one in sequences.items() if found[name].whole}
+    sequences = {name: one for name, one in sequences.items() if name not in whole}
+    added: dict[str, str] = {}
+    for name in sequences if rules.takes_positions else ():
+        places = _places(batch, values, found[name])
+        added.update({place: name for place in places if place not in added})
+    for name, sequence in sequences.items():
+        fields, layout = found[name], sequence.layout
+        dims = fields.dims | {place: 1 for place, of in added.items() if of == name}
+        device = values[next(iter(dims))].device
+        for field_name, dim in dims.items():
+            if field_name in added:
+                positions = torch.arange(fields.length, device=device)
+                values[field_name] = positions.expand(fields.batch, -1)
+            filling = PADDING.get(fields.stands_for(field_name), 0)
+            full = _filled(values[field_name], dim, layout.length, filling)
+            values[field_name] = layout.shard(full, rank=rank, dim=dim)
+    kept = {name: fields for name, fields in found.items() if name in sequences}
+    start, (name, first) = perf_counter(), next(iter(sequences.items()))
+    exchange = exchange_of(first.layout, found[name], first.documents, rules)
+    seconds += perf_counter() - start
+    return Cut(rebuilt(batch, values), kept, sequences, (*added,), choice, seconds, exchange, whole)
+
+
+def _sequences(
+    values: Mapping[str, Any], found: Mapping[str, Fields], rules: Rules, rank: int, world: int
+) -> tuple[dict[str, Sequence], str, float]:
+    """All sequences of a batch, the name of the first one's layout, and what layouts took."""
+    made: dict[str, Sequence] = {}
+    choices, seconds = [], 0.0
+    taken = [Sizes((x.length,) * world, x.batch) for x in found.values() if x.whole]
+    packed = any(fields.called("position_ids") for fields in found.values())
+    for name, fields in found.items():
+        single = rules.documents == "position_ids" and packed and not fields.called("position_ids")
+        sequence = Sequence(
+            layout=_whole(fields.length, rank, world),
+            length=fields.length,
+            batch=fields.batch,
+            documents=None if single or fields.whole else find_documents(values, fields, rules),
+            as_transformers=rules.as_transformers and rules.documents == "auto",
+            keys=_padding(values, fields),
+            whole=fields.whole,
+        )
+        if not fields.whole:
+            start = perf_counter()
+            choice, layout = lay_out(fields, sequence.documents, rules, world)
+            choices.append(choice if isinstance(choice, str) else choice.name)
+            sequence = replace(sequence, layout=layout)
+            if sequence not in made.values():
+                multiple = rules.pad_to_multiple_of or 1
+                layout = told_apart(layout, fields.batch, taken, multiple=multiple)
+                sequence = replace(sequence, layout=layout)
+                taken.append(Sizes(layout.sizes, fields.batch))
+            seconds += perf_counter() - start
+        made[name] = sequence
+    return made, choices[0], seconds
+
+
+def _whole(length: int, rank: int, world: int) -> Layout:
+    """The layout of a sequence as `rank` sees it that holds all of it, as its peers do."""
+    return Layout(length, tuple(((0, length),) * (peer == rank) for peer in range(world)))
 
 
 def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str, ...]:
@@ -140,8 +193,12 @@ def _places(batch: Any, values: Mapping[str, Any], fields: Fields) -> tuple[str,
     A mapping takes another key, and a dataclass one that it has and that is None.
     """
     tokens = [*fields.called("input_ids"), *fields.called("inputs_embeds")]
+    if fields.name != MAIN:  # a flat batch of several has no place for those of each
+        tokens = [name for name in tokens if last(name) in ("input_ids", "inputs_embeds")]
+    elif not tokens:
+        tokens = list(fields.dims)[:1]
     found = []
-    for token in tokens or list(fields.dims)[:1]:
+    for token in tokens:
         parent = token.rpartition(".")[0]
         container: Any = batch
         for key in parent.split(".") if parent else ():

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_cp.config import MAIN
 from lightning_cp.data.containers import last
 from lightning_cp.data.fields import Fields
 from lightning_cp.errors import BatchError
@@ -39,7 +40,7 @@ def find_documents(
 
     Args:
         values: the batch by name.
-        fields: its per-token fields.
+        fields: the per-token fields of one sequence of it.
         rules: what was declared.
 
     Returns:
@@ -69,7 +70,7 @@ def find_documents(
     if rules.documents != "auto" or positions is None:
         return None
     if rules.as_transformers and positions.ndim == 2:
-        return None if _masked(values) else _edges(positions, fields)
+        return None if _masked(values, fields) else _edges(positions, fields)
     if bool((positions.movedim(fields.dims[name], -1).diff(dim=-1) < 0).any()):
         raise BatchError(UNDECLARED)
     return None
@@ -92,7 +93,9 @@ def known_documents(edges: Edges, rules: DocumentRules) -> Documents | None:
     return edges
 
 
-def _masked(values: Mapping[str, Any]) -> bool:
+def _masked(values: Mapping[str, Any], fields: Fields) -> bool:
+    if fields.name != MAIN:
+        return bool(fields.called("attention_mask"))
     return any(last(name) == "attention_mask" and x is not None for name, x in values.items())
 
 

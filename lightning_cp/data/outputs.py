@@ -1,18 +1,19 @@
 """Outputs of a group of ranks put together: whole rows in their original order, each once."""
 
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_cp.comm.gather import all_gather, gather, gather_objects
-from lightning_cp.context import Context, Sequence
+from lightning_cp.config import SequenceDims, place_of
+from lightning_cp.context import Context
 from lightning_cp.data.containers import PLAIN, children, join, leaves, rebuilt
 from lightning_cp.data.content import content_code
 from lightning_cp.data.fields import PREDICTIONS
 from lightning_cp.errors import MismatchError, RefusedError
+from lightning_cp.sequences import Sequence
 
 CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """Relative distance at which outputs of two ranks count as the same."""
@@ -44,7 +45,7 @@ class Leaf(NamedTuple):
 
 
 def gather_outputs(
-    output: Any, context: Context, *, declared: Mapping[str, int | None], to: int | None = None
+    output: Any, context: Context, *, declared: SequenceDims, to: int | None = None
 ) -> Any:
     """Whole rows of everything that a step returned, dummy tokens removed.
 
@@ -77,11 +78,11 @@ def gather_outputs(
     structures = [[(leaf.name, leaf.kind) for leaf in leaves_] for leaves_ in found]
     if any(structure != structures[0] for structure in structures):
         _differ("outputs", structures)
-    sequence = context.sequences["sequence"]
-    dims = [_dim(ranks, sequence, declared) for ranks in zip(*found, strict=True)]
+    sequences = list(context.sequences.values())
+    places = [_place(ranks, sequences, declared) for ranks in zip(*found, strict=True)]
     whole: dict[str, Any] = {}
-    for (name, value), dim in zip(values.items(), dims, strict=True):
-        whole[name] = value if dim is None else _whole(value, context, dim, to)
+    for (name, value), place in zip(values.items(), places, strict=True):
+        whole[name] = value if place is None else _whole(value, context, place, to)
         if to is not None and isinstance(whole[name], Tensor):
             whole[name] = whole[name].cpu()
     return rebuilt(output, whole) if to in (None, context.rank) else None
@@ -121,11 +122,18 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _dim(
-    ranks: tuple[Leaf, ...], sequence: Sequence, declared: Mapping[str, int | None]
-) -> int | None:
-    """The dimension at which a value is put together; None where it passes through."""
-    first, sizes = ranks[0], sequence.layout.sizes
+class _Place(NamedTuple):
+    """Where a value has the tokens of which sequence."""
+
+    sequence: Sequence
+    dim: int
+
+
+def _place(
+    ranks: tuple[Leaf, ...], sequences: list[Sequence], declared: SequenceDims
+) -> _Place | None:
+    """Where a value is put together; None where it passes through."""
+    first = ranks[0]
     if first.kind.startswith("!"):
         raise RefusedError(
             f"{first.name} is a {first.kind[1:]}, and nobody knows how to put the parts of several "
@@ -134,17 +142,22 @@ def _dim(
         )
     shapes = [leaf.shape for leaf in ranks]
     said = first.name in declared
-    dim = declared[first.name] if said else 1
-    if dim is not None and _are_parts(shapes, dim, sizes):
+    place = place_of(declared.get(first.name, 1))
+    dim = None if place is None else place.dim
+    for sequence in sequences:
+        if dim is None or not _are_parts(shapes, dim, sequence.layout.sizes):
+            continue
         rows = first.shape is not None and (said or first.shape[0] == sequence.batch)
-        if rows and not said and first.value is not None and not first.constant:
+        watched = first.value is not None and not first.constant and len(ranks) > 1
+        if rows and not said and watched:
             _refuse_equal(ranks)
         if rows:
-            return dim
+            return _Place(sequence, dim)
     if said and dim is not None:
+        held = " or ".join(str(list(sequence.layout.sizes)) for sequence in sequences)
         raise RefusedError(
             f"sequence_dims declares dim {dim} of {first.name!r}, whose shapes are {shapes}, but "
-            f"this sequence has {list(sizes)} tokens on the ranks of the group"
+            f"this batch has {held} tokens on the ranks of the group"
         )
     if any(shape != shapes[0] for shape in shapes):
         _differ(f"shapes of {first.name}", shapes)
@@ -182,13 +195,13 @@ def _differ(what: str, values: list[Any]) -> None:
     )
 
 
-def _whole(tensor: Tensor, context: Context, dim: int, to: int | None) -> Tensor | None:
-    sequence, part = context.sequences["sequence"], tensor.detach()
-    place = {"dim": dim, "rank": context.rank, "group": context.group}
+def _whole(tensor: Tensor, context: Context, place: _Place, to: int | None) -> Tensor | None:
+    (sequence, dim), part = place, tensor.detach()
+    where: dict[str, Any] = {"dim": dim, "rank": context.rank, "group": context.group}
     if to is None:
-        shards = all_gather(part, sequence.layout.sizes, **place)
+        shards = all_gather(part, sequence.layout.sizes, **where)
     else:
-        shards = gather(part, sequence.layout.sizes, to=to, **place)
+        shards = gather(part, sequence.layout.sizes, to=to, **where)
     if not shards:
         return None
     return sequence.layout.unshard(shards, dim=dim).narrow(dim, 0, sequence.length)

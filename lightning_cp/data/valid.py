@@ -25,14 +25,22 @@ def valid_tokens(part: Cut, *, rank: int) -> float:
         rank: rank within the context-parallel group.
 
     Raises:
-        RefusedError: on every rank, if there are dummy tokens and no field that says so.
+        RefusedError: on every rank, if there are dummy tokens and no field that says so, or if it
+            is not clear which of several sequences is meant.
     """
-    values, dims = items(part.batch), part.fields.dims
-    real = part.sequence.real(rank)
-    found = (name for known in COUNTING for name in part.fields.called(known))
-    name = next(found, None)
-    if name is None:
-        dummies = part.sequence.layout.length - part.sequence.length
+    known = next((k for k in COUNTING for x in part.fields.values() if x.called(k)), None)
+    found = [(of, n) for of, x in part.fields.items() if known for n in x.called(known)[:1]]
+    unsaid = len(part.sequences) > 1 and known in (None, "attention_mask")
+    if unsaid or len(found) > 1:
+        raise RefusedError(
+            f"this batch has the sequences {', '.join(part.sequences)}, and not one alone has a "
+            f"field that says which tokens count in a mean over local tokens; use "
+            f"lightning_cp.functional.sequence_mean, or add a loss_mask to one of them"
+        )
+    sequence = part.sequences[found[0][0]] if found else part.sequence
+    real = sequence.real(rank)
+    if not found:
+        dummies = sequence.layout.length - sequence.length
         if dummies:
             raise RefusedError(
                 f"{dummies} dummy tokens per row fill this batch up, and none of the fields "
@@ -40,7 +48,8 @@ def valid_tokens(part: Cut, *, rank: int) -> float:
                 f"loss_mask of ones [B, S] to the batch and weigh the mean by it, or use "
                 f"lightning_cp.functional.sequence_mean"
             )
-        return float(part.sequence.batch * int(real.sum()))
-    field = values[name].movedim(dims[name], -1)
+        return float(sequence.batch * int(real.sum()))
+    name = found[0][1]
+    field = items(part.batch)[name].movedim(part.dims[name], -1)
     weights = field != IGNORED if name.endswith("labels") else field
     return float(torch.where(real.to(field.device), weights, 0).sum(dtype=torch.float64))

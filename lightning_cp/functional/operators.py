@@ -18,8 +18,9 @@ from torch import Tensor
 
 from lightning_cp.comm.gather import all_gather
 from lightning_cp.comm.reduce import max_, sum_, sum_scattered
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
+from lightning_cp.sequences import Sequence
 
 NOWHERE = -1
 """Handle of a call outside any context."""
@@ -30,7 +31,7 @@ def positions(anchor: Tensor, size: int) -> Tensor:
     context = SLOT.current
     if context is None:
         return torch.arange(size, device=anchor.device)
-    sequence = context.sequence_of(size)
+    sequence = context.held(size)
     found = sequence.layout.positions(context.rank)
     return found.masked_fill_(found >= sequence.length, 0).to(anchor.device)
 
@@ -40,7 +41,7 @@ def real(anchor: Tensor, size: int) -> Tensor:
     context = SLOT.current
     if context is None:
         return torch.ones(size, dtype=torch.bool, device=anchor.device)
-    return context.sequence_of(size).real(context.rank).to(anchor.device)
+    return context.held(size).real(context.rank).to(anchor.device)
 
 
 def group_sum(x: Tensor) -> tuple[Tensor, Tensor]:

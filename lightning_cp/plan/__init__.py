@@ -11,6 +11,7 @@ from lightning_cp.plan.choose import EXCHANGES, Choice, known_calls, quickest
 from lightning_cp.plan.direct import Direct
 from lightning_cp.plan.group import GroupLoad, group_load
 from lightning_cp.plan.heads import Heads, uniform
+from lightning_cp.plan.held import Held
 from lightning_cp.plan.hybrid import Hybrid
 from lightning_cp.plan.memory import Memory, Sizes
 from lightning_cp.plan.price import Call, seconds
@@ -31,6 +32,7 @@ __all__ = [
     "Exchange",
     "GroupLoad",
     "Heads",
+    "Held",
     "Hybrid",
     "Memory",
     "Plan",

@@ -16,7 +16,7 @@ from _lightning_cp_autoload import PRESETS
 from lightning_cp.balance import Balanced
 from lightning_cp.blocks import WrapPolicy
 from lightning_cp.compat import forward_sync_buffers
-from lightning_cp.config import Config
+from lightning_cp.config import Config, SequenceDim
 from lightning_cp.errors import ConfigError
 from lightning_cp.materialize import has_meta
 from lightning_cp.plan import Exchange
@@ -110,7 +110,8 @@ class ContextParallelBase(
             attention_mask, else all. Needs automatic optimization.
         sequence_dims: sequence dimension by field name of the batch (index of a tuple as a string,
             "" for a bare tensor); None for a field that passes through. Well-known names need no
-            declaration.
+            declaration. Of a batch with several sequences, the name of the sequence and the
+            dimension, `("target", 1)`; with "whole", `("image", 1, "whole")`, every rank keeps it.
         pad_to_multiple_of: fill rows with dummy tokens up to a multiple of this.
         data: "check" compares the batches of the ranks of a group, which each of them reads;
             "broadcast" lets the first of them read, for datasets that give every process something
@@ -178,7 +179,7 @@ class ContextParallelBase(
         attention_backend: Backends = "auto",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
-        sequence_dims: dict[str, int | None] | None = None,
+        sequence_dims: dict[str, SequenceDim] | None = None,
         pad_to_multiple_of: int | None = None,
         data: Literal["check", "broadcast"] = "check",
         shard_in: Literal["auto", "worker", "main"] = "auto",

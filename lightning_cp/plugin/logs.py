@@ -147,15 +147,16 @@ def _whole_batch(module: Any, shard: Shard) -> Iterator[None]:
     That is where the sequence comes first: what it reads then is the size of dim 0.
     """
     results = getattr(module.trainer, "_results", None)
-    dims = shard.cut.fields.dims
+    dims = shard.cut.dims
     if results is None or 0 not in dims.values():
         yield
         return
     values = items(shard.batch)
-    for name, dim in dims.items():
-        shape = list(values[name].shape)
-        shape[dim] = shard.cut.fields.length
-        values[name] = torch.empty(shape, dtype=values[name].dtype, device="meta")
+    for fields in shard.cut.fields.values():
+        for name, dim in fields.dims.items():
+            shape = list(values[name].shape)
+            shape[dim] = fields.length
+            values[name] = torch.empty(shape, dtype=values[name].dtype, device="meta")
     before, results.batch = results.batch, rebuilt(shard.batch, values)
     try:
         yield

@@ -10,11 +10,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
-from lightning_cp.context import Context, Sequence
+from lightning_cp.context import Context
+from lightning_cp.data import Fields
 from lightning_cp.errors import RefusedError
 from lightning_cp.kernels import AUTO, FAMILY, KERNELS, resolve
 from lightning_cp.mesh import Mesh
 from lightning_cp.recomputation import described
+from lightning_cp.sequences import Sequence
 from lightning_cp.topology import Topology
 
 HEAD = 64
@@ -50,21 +52,26 @@ class StartTable:
 
     def rows(self, shard: Shard, place: str, queries: Tensor) -> list[tuple[str, str]]:
         """Names and values of the table."""
-        topology, config, sequence = self._mesh.topology, self._config, shard.cut.sequence
-        layout, length = sequence.layout, sequence.length
-        dims = {name or "tensor": dim for name, dim in shard.cut.fields.dims.items()}
-        samples = topology.dp * sequence.batch
-        dummies = layout.length - length
+        topology, config, cut = self._mesh.topology, self._config, shard.cut
+        sequences = list(cut.sequences.values())
+        samples = topology.dp * cut.sequence.batch
+        tokens = topology.dp * sum(x.batch * x.length for x in sequences)
+        documents = "; ".join(dict.fromkeys(_documents(x) for x in sequences))
+        sizes = [", ".join(map(str, x.layout.sizes)) for x in sequences]
+        dummies = [str(x.layout.length - x.length) for x in sequences]
+        fields = [_fields(x, len(sequences)) for x in cut.fields.values()]
+        kept = ", ".join(f"{name} ({x.length} tokens)" for name, x in cut.whole.items())
         return [
             _ranks(topology),
             ("context groups", "; ".join(str(list(g)) for g in topology.groups("cp"))),
-            ("global batch", f"{samples} rows, {samples * length} tokens per micro-step"),
-            ("fields cut (dim)", ", ".join(f"{name} ({dim})" for name, dim in dims.items())),
+            ("global batch", f"{samples} rows, {tokens} tokens per micro-step"),
+            ("fields cut (dim)", "; ".join(fields)),
+            *([("whole on every rank", kept)] if kept else []),
             ("cut", place),
-            ("fields added", ", ".join(shard.cut.added) or "none"),
-            ("tokens per rank", ", ".join(map(str, layout.sizes))),
-            ("dummy tokens per row", str(dummies)),
-            ("documents", f"{_documents(sequence)} (documents={config.documents!r})"),
+            ("fields added", ", ".join(cut.added) or "none"),
+            ("tokens per rank", "; ".join(sizes)),
+            ("dummy tokens per row", "; ".join(dummies)),
+            ("documents", f"{documents} (documents={config.documents!r})"),
             ("layout", _resolved(config.layout, shard.layout)),
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
             ("attention kernel", _kernel(config.attention_backend, queries)),
@@ -72,6 +79,12 @@ class StartTable:
             ("loss", LOSSES[config.loss]),
             ("parameters", _parameters(config, topology)),
         ]
+
+
+def _fields(fields: Fields, count: int) -> str:
+    """Fields of one of `count` sequences, with its name if there are several."""
+    listed = ", ".join(f"{name or 'tensor'} ({dim})" for name, dim in fields.dims.items())
+    return f"{fields.name}: {listed}" if count > 1 else listed
 
 
 LOSSES = {

@@ -5,9 +5,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
-from lightning_cp.context import Context, Sequence
+from lightning_cp.context import Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import Mask
+from lightning_cp.sequences import Sequence
 from lightning_cp.swap.guard import anywhere
 
 

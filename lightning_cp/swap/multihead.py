@@ -148,7 +148,7 @@ def _sharded(original: Callable[..., Output], call: dict[str, Any], context: Con
     out, _ = original(**{**call, "key_padding_mask": None, "need_weights": False})
     if not call["need_weights"]:
         return out, None
-    lengths = [context.sequence_of(x.shape[0]).length for x in (query, key)]
+    lengths = [context.held(x.shape[0]).length for x in (query, key)]
     heads = () if call["average_attn_weights"] else (call["num_heads"],)
     return out, NoWeights((*query.shape[1:-1], *heads, *lengths))
 

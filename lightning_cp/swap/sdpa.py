@@ -158,7 +158,7 @@ def check_padding(context: Context, mask: Tensor, *, size: int, ndim: int) -> No
     Raises:
         RefusedError: where they differ.
     """
-    sequence = context.sequence_of(size)
+    sequence = context.held(size)
     with SLOT.suspend():
         visible = sequence.visible_keys(context.rank).to(mask.device)
         dummy = ~sequence.real(context.rank).to(mask.device)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.context import SLOT, Context
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.layout import contiguous
+from lightning_cp.sequences import Sequence
 
 
 class Calling(nn.Module):

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.context import CallLog, Context, Sequence
+from lightning_cp.context import CallLog, Context
 from lightning_cp.layout import LAYOUTS, Layout
 from lightning_cp.mask import Mask, Window
 from lightning_cp.plan import SCHEDULES
+from lightning_cp.sequences import Sequence
 from lightning_cp.spans import Span
 
 DTYPES = {

@@ -157,6 +157,12 @@ def counted(model: Any, batch: Batch) -> Any:
     return model(input_ids=batch["input_ids"], labels=batch["labels"], num_items_in_batch=items)
 
 
+def with_edges(model: Any, batch: Batch) -> Any:
+    """Cumulative lengths of the documents of both rows, one behind the other."""
+    edges = torch.tensor([0, 5, 19, 21, 23, 38], dtype=torch.int32)
+    return model(**batch, cu_seq_lens_q=edges, cu_seq_lens_k=edges)
+
+
 BOTH = {
     "everything": Style(plain, everything),
     "explicit": Style(plain, explicit),
@@ -179,6 +185,7 @@ CAUSAL = {
     "counted": Style(plain, counted),
     "packed-alike": Style(lambda: packed((5, 1, 13), (5, 1, 13)), everything, {"use_cache": False}),
     "packed": Style(lambda: packed((5, 14), (2, 2, 15)), everything, {"use_cache": False}),
+    "packed-edges": Style(lambda: packed((5, 14), (2, 2, 15)), with_edges, {"use_cache": False}),
     "packed-recomputed": Style(lambda: packed((6, 13), (19,)), everything, recomputed=True),
 }
 

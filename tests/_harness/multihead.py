@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_cp.context import Context, Sequence
+from lightning_cp.context import Context
 from lightning_cp.layout import contiguous
+from lightning_cp.sequences import Sequence
 
 SIZE, BATCH, HEADS, WIDTH = 5, 2, 2, 8
 KEYS = ((0, 4), (0, 3))

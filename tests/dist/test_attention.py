@@ -14,7 +14,8 @@ from torch import Tensor
 
 from lightning_cp import attend
 from lightning_cp.attention import attention
-from lightning_cp.context import SLOT, CallLog, Context, Sequence
+from lightning_cp.context import SLOT, CallLog, Context
+from lightning_cp.sequences import Sequence
 from lightning_cp.diagnostics.trace import CollectiveRecorder
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask

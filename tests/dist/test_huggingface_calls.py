@@ -162,12 +162,6 @@ WRONG = {
         answers,
         ("start_positions and end_positions choose among the tokens of the whole row",),
     ),
-    "two-sequences": Wrong(
-        tiny("T5.ForConditionalGeneration", d_model=16, d_kv=4, num_layers=1),
-        hf.plain,
-        lambda model, batch: model(input_ids=batch["input_ids"], labels=batch["labels"]),
-        ("holds two sequences",),
-    ),
     "rescaled-rope": Wrong(
         llama(
             max_position_embeddings=8,

@@ -2,17 +2,20 @@
 
 import argparse
 import json
+import re
 import tempfile
 from pathlib import Path
 
 from lightning_cp.cli.children import run_ranks, threads_each
 from lightning_cp.cli.verify.job import Job
 from lightning_cp.cli.verify.settings import Settings
-from lightning_cp.config import CHOICES
+from lightning_cp.config import CHOICES, WHOLE, SequenceDim
 from lightning_cp.errors import ConfigError, ContextParallelError, VerificationError
 from lightning_cp.verification import MAX_TOKENS
 
 SUMMARY = "compare a step of a model with and without context parallelism, module by module"
+PLACE = re.compile(rf"((?P<sequence>[^:]+):)?(?P<dim>-?\d+)|(?P<kept>[^:]+):(?P<of>-?\d+):{WHOLE}")
+"""What may be said of a field: DIM, SEQUENCE:DIM, or SEQUENCE:DIM:whole."""
 CHOSEN = ("layout", "exchange", "documents")
 """Options of the strategy that the command line has, too."""
 DIFFERENT = 1
@@ -57,7 +60,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="NAME=DIM",
         default=[],
-        help="sequence dimension of a field of the batch; may be given again",
+        help="sequence dimension of a field of the batch, or NAME=SEQUENCE:DIM where it holds "
+        "several, and NAME=SEQUENCE:DIM:whole where every rank keeps it; may be given again",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found to FILE")
 
@@ -143,13 +147,19 @@ def _check_target(target: str) -> None:
         raise ConfigError(f"there is no file {file!r}; write the path of a Python file")
 
 
-def _dims(given: list[str]) -> dict[str, int]:
-    found = {}
+def _dims(given: list[str]) -> dict[str, SequenceDim]:
+    found: dict[str, SequenceDim] = {}
     for text in given:
-        name, _, dim = text.rpartition("=")
-        if not name or not dim.lstrip("-").isdigit():
+        name, _, said = text.rpartition("=")
+        form = PLACE.fullmatch(said)
+        if not name or form is None:
             raise ConfigError(
-                f"--sequence-dim {text!r} is not NAME=DIM; write for example tokens=1"
+                f"--sequence-dim {text!r} is not NAME=DIM; write for example tokens=1, or "
+                f"tokens=target:1 where a batch holds several sequences"
             )
-        found[name] = int(dim)
+        if form["kept"]:
+            found[name] = form["kept"], int(form["of"]), WHOLE
+        else:
+            dim = int(form["dim"])
+            found[name] = (form["sequence"], dim) if form["sequence"] else dim
     return found

@@ -5,6 +5,8 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_cp.config import SequenceDim
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -25,7 +27,7 @@ class Job:
     ranks: int
     max_tokens: int
     seed: int
-    options: dict[str, str | dict[str, int]]
+    options: dict[str, str | dict[str, SequenceDim]]
     result: str
 
     def save(self, path: Path) -> None:

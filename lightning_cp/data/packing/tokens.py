@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_cp.context import Sequence as Tokens
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, planned, sharded
 from lightning_cp.data.cut import Cut, cut, exchange_of, lay_out
 from lightning_cp.data.documents import known_documents
@@ -29,6 +28,7 @@ from lightning_cp.data.packing.rows import (
 )
 from lightning_cp.data.packing.sources import order
 from lightning_cp.errors import BatchError
+from lightning_cp.sequences import Sequence as Tokens
 from lightning_cp.spans import Spans
 
 Paths = str | Path | Sequence[str | Path]
@@ -114,14 +114,15 @@ class TokenDataset(Rows):
         )
         batch = self._read(row, layout.spans[rank])
         name = choice if isinstance(choice, str) else choice.name
+        own = {fields.name: sequence}
         return ShardedBatch(
-            Cut(batch, fields, sequence, (), name, exchange=exchange),
+            Cut(batch, {fields.name: fields}, own, (), name, exchange=exchange),
             layout=name,
             rank=rank,
             world=world,
             code=zlib.crc32(f"{self._files.sizes} {row}".encode()),
             shapes=", ".join(f"{field} (1, {fields.length}) {torch.int64}" for field in names),
-            plans={} if get_worker_info() is None else planned(sequence, share, exchange),
+            plans={} if get_worker_info() is None else planned(own, share, exchange),
         )
 
     def _read(self, row: Row, spans: Spans) -> Columns:

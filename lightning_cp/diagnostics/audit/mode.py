@@ -1,5 +1,6 @@
 """The dispatch mode that looks at every operator of a first forward."""
 
+from types import FrameType
 from typing import Any
 
 from torch._ops import HigherOrderOperator
@@ -13,6 +14,7 @@ from lightning_cp.diagnostics.audit.origin import line_of_model
 from lightning_cp.diagnostics.audit.rules import RULES
 from lightning_cp.diagnostics.audit.tokens import Tokens
 from lightning_cp.errors import RefusedError
+from lightning_cp.swap.huggingface import counts_in_vain
 from lightning_cp.swap.where import caller
 
 
@@ -55,14 +57,24 @@ class Audit(TorchDispatchMode):
         if packet in RULES and SLOT.current is not None:
             call = Call(func, args, kwargs, self._tokens)
             finding = RULES[packet](call)
-            if finding is not None and not in_backward() and line_of_model() is not None:
-                self._refuse(finding)
+            if finding is not None and not in_backward():
+                self._judge(call, finding)
         elif packet in COLLECTIVES and SLOT.current is not None and not in_backward():
             self._collectives.look(Call(func, args, kwargs, self._tokens))
         return func(*args, **kwargs)
 
-    def _refuse(self, finding: Finding) -> None:
+    def _judge(self, call: Call, finding: Finding) -> None:
+        """Refuse what the model's own code did, if it matters."""
+        frame = line_of_model()
+        if frame is None or (call.name == "arange" and _in_vain(frame)):
+            return
         raise RefusedError(
             f"{caller(self._context)}: {finding.what}; {finding.way_out}, or wrap it in "
             f"lightning_cp.functional.local() if it is meant for this rank's tokens alone"
         )
+
+
+def _in_vain(frame: FrameType) -> bool:
+    """Whether the module whose code a frame runs counts positions that something else replaces."""
+    code = frame.f_code
+    return bool(code.co_argcount) and counts_in_vain(frame.f_locals.get(code.co_varnames[0]))

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.context import Context, Sequence
+from lightning_cp.context import Context
+from lightning_cp.sequences import Sequence
 
 TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest difference, over the largest value, that rounding explains."""

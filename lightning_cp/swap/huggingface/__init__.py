@@ -4,6 +4,6 @@ Nothing here imports transformers: a process that never did has no such models.
 """
 
 from lightning_cp.swap.huggingface.adapter import HuggingFace
-from lightning_cp.swap.huggingface.models import makes_positions, pretrained
+from lightning_cp.swap.huggingface.models import Traits, counts_in_vain, traits
 
-__all__ = ["HuggingFace", "makes_positions", "pretrained"]
+__all__ = ["HuggingFace", "Traits", "counts_in_vain", "traits"]

@@ -16,9 +16,22 @@ from torch import Tensor, nn
 
 from lightning_cp.context import SLOT
 from lightning_cp.swap.huggingface.attention import Attention
-from lightning_cp.swap.huggingface.inputs import filling, pool_first, refuse_rescaling
+from lightning_cp.swap.huggingface.inputs import (
+    bias_by_distance,
+    filling,
+    place_globally,
+    pool_first,
+    refuse_rescaling,
+)
 from lightning_cp.swap.huggingface.losses import shifting_globally, shifts
-from lightning_cp.swap.huggingface.models import is_own, loaded, pools_first, pretrained
+from lightning_cp.swap.huggingface.models import (
+    biases_by_distance,
+    is_own,
+    loaded,
+    looks_up_positions,
+    pools_first,
+    pretrained,
+)
 
 RESCALED = ("dynamic", "longrope")
 
@@ -74,6 +87,12 @@ class HuggingFace:
             loss = vars(part).get("_loss_function")
             if loss is not None and shifts(loss):
                 self._set(part, "_loss_function", shifting_globally(loss))
+        elif looks_up_positions(part):
+            hook = part.register_forward_pre_hook(place_globally, with_kwargs=True)
+            self._undo.append(hook.remove)
+        elif biases_by_distance(part):
+            hook = part.register_forward_pre_hook(bias_by_distance, with_kwargs=True)
+            self._undo.append(hook.remove)
         elif pools_first(part):
             hook = part.register_forward_pre_hook(pool_first, with_kwargs=True)
             self._undo.append(hook.remove)

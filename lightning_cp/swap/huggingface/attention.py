@@ -13,10 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_cp.context import SLOT, Context, Sequence
+from lightning_cp.attention import attend
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Edges, Mask
+from lightning_cp.sequences import Sequence
 from lightning_cp.swap.guard import anywhere
+from lightning_cp.swap.huggingface.inputs import ByDistance
 from lightning_cp.swap.where import caller
 
 CAUSAL, FULL = "causal", "bidirectional"
@@ -41,12 +44,12 @@ class Seen:
     """What the mask functions of one micro-step were asked for.
 
     Attributes:
-        kinds: kinds of masks.
+        kinds: kinds of masks, by the number of local keys.
         packed: whether packed documents were looked for since the last mask was made.
         edges: cumulative lengths that calls passed on, found to be those of the documents.
     """
 
-    kinds: set[str] = field(default_factory=set)
+    kinds: dict[int, set[str]] = field(default_factory=dict)
     packed: bool = False
     edges: list[Tensor] = field(default_factory=list)
 
@@ -92,12 +95,18 @@ class Attention:
             RefusedError: for what context parallelism cannot compute.
         """
         context = _context()
+        bias = kwargs.get("position_bias")
+        if isinstance(bias, ByDistance):
+            del kwargs["position_bias"]
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        self._refuse(context, causal, query.shape[2], kwargs)
+        self._refuse(context, causal, key.shape[2], kwargs)
         if attention_mask is not None and attention_mask.ndim == 2:
             attention_mask = (attention_mask != 0)[:, None, None, :]
         elif attention_mask is not None:
             causal = False
+        if isinstance(bias, ByDistance) and bias.numbers is not None:
+            given = query, key, value
+            return _biased(context, given, bias.numbers, causal, scaling, dropout), None
         out = scaled_dot_product_attention(
             query,
             key,
@@ -127,7 +136,7 @@ class Attention:
         sequence = _sequence(context, size)
         kinds = _kinds(context, mask_function, sequence.length)
         seen = self._seen_of(context)
-        seen.kinds |= kinds
+        seen.kinds.setdefault(size, set()).update(kinds)
         packed, seen.packed = seen.packed, False
         isolates = sequence.as_transformers and sequence.documents is not None
         if isolates and not packed and CAUSAL in kinds:
@@ -183,15 +192,15 @@ class Attention:
         if not all(self._are_documents(context, size, given) for given in edges):
             raise RefusedError(
                 f"{caller(context)}: cu_seq_lens_q and cu_seq_lens_k are not the edges of this "
-                f"row's documents, or cannot be compared with them (in compiled code, or with more "
-                f"than one row); put position_ids that start anew with every document into the "
+                f"batch's documents, one row behind the other, or cannot be compared with them (in "
+                f"compiled code); put position_ids that start anew with every document into the "
                 f"batch, say documents='position_ids', and leave the lengths out"
             )
         _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
-        kinds = self._seen_of(context).kinds
+        kinds = self._seen_of(context).kinds.get(size, set())
         if len(kinds) == 1 and kinds != {CAUSAL if causal else FULL}:
             raise RefusedError(
-                f"{caller(context)}: the model made a {kinds.pop()} mask, but this attention says "
+                f"{caller(context)}: the model made a {min(kinds)} mask, but this attention says "
                 f"is_causal={causal}; without a mask the two must agree, set is_causal of the "
                 f"attention module"
             )
@@ -201,12 +210,40 @@ class Attention:
         known, sequence = self._seen_of(context).edges, _sequence(context, size)
         if any(given is edges for given in known):
             return True
-        if torch.compiler.is_compiling() or sequence.batch > 1 or not isinstance(edges, Tensor):
+        if torch.compiler.is_compiling() or not isinstance(edges, Tensor):
             return False
-        if tuple(edges.tolist()) != (sequence.documents or (0, sequence.length)):
+        if tuple(edges.tolist()) != _folded(sequence):
             return False
         known.append(edges)
         return True
+
+
+def _biased(
+    context: Context,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    table: Tensor,
+    causal: bool,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """Attention with a bias by distance, `[B, S, H, D]`."""
+    if dropout > 0:
+        raise RefusedError(
+            f"{caller(context)}: attention dropout of {dropout} in training is not supported "
+            f"under context parallelism beside a bias by distance; set the model's dropout to 0"
+        )
+    try:
+        out = attend(*tensors, is_causal=causal, scale=scaling, relative_bias=table)
+    except RefusedError as error:
+        raise RefusedError(f"{caller(context)}: {error}") from error
+    return out.transpose(1, 2).contiguous()
+
+
+def _folded(sequence: Sequence) -> Edges:
+    """Cumulative lengths of the documents of all rows, laid one behind the other."""
+    mask = Mask(sequence.length, sequence.length, documents=sequence.documents)
+    rows = [mask.edges(row) for row in range(sequence.batch)]
+    return (0, *(n * sequence.length + stop for n, row in enumerate(rows) for stop in row[1:]))
 
 
 def _context() -> Context:
@@ -218,7 +255,7 @@ def _context() -> Context:
 
 def _sequence(context: Context, size: int) -> Sequence:
     try:
-        return context.sequence_of(size)
+        return context.held(size)
     except RefusedError as error:
         raise RefusedError(f"{caller(context)}: {error}") from error
 

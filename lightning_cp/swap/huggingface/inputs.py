@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,27 @@ from torch import Tensor, nn
 from lightning_cp import functional
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
-from lightning_cp.swap.huggingface.models import loaded, makes_positions, parameters
+from lightning_cp.swap.huggingface.models import (
+    is_decoded,
+    loaded,
+    makes_positions,
+    parameters,
+    shifted_right,
+)
 from lightning_cp.swap.where import caller
 
 CACHES = ("past_key_values", "cache", "layer_past")
+DECODED = ("decoder_input_ids", "decoder_inputs_embeds")
 SPANS = ("start_positions", "end_positions")
 LIMITS = ("original_max_seq_len", "max_seq_len_cached")
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class ByDistance(NamedTuple):
+    """What is added to scores: numbers `[H, N]`, the middle one for a distance of 0; None: 0."""
+
+    numbers: Tensor | None
 
 
 def filling(model: nn.Module) -> Callable[..., Call | None]:
@@ -37,7 +50,9 @@ def fill_inputs(
 
     Where the forward takes `position_ids` or `cache_position` and the caller gave none, they are
     the global positions of the local tokens, `[1, S_local]` and `[S_local]`. Token types that a
-    model of BERT's kind looks up in a table of its own are looked up there by global position.
+    model of BERT's kind looks up in a table of its own are looked up there by global position. An
+    encoder-decoder that makes the inputs of its decoder from labels gets them made from the labels
+    of whole rows.
 
     Args:
         module: the model.
@@ -59,21 +74,24 @@ def fill_inputs(
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
     _refuse(context, module, given, tokens)
-    if not isinstance(tokens, Tensor):
-        return None
-    size = tokens.shape[1]
-    positions = functional.positions(size, device=tokens.device)
-    fills: dict[str, Any] = {"cache_position": positions}
-    if not counts:
-        fills["position_ids"] = positions.unsqueeze(0)
-    table = getattr(getattr(module, "embeddings", None), "token_type_ids", None)
-    if isinstance(table, Tensor):
-        fills["token_type_ids"] = table[:, positions].expand(tokens.shape[0], -1)
-    if not _decides(context, size):
-        fills["use_cache"] = False
+    fills: dict[str, Any] = {}
+    if isinstance(tokens, Tensor):
+        positions = functional.positions(tokens.shape[1], device=tokens.device)
+        table = getattr(getattr(module, "embeddings", None), "token_type_ids", None)
+        if isinstance(table, Tensor):
+            fills["token_type_ids"] = table[:, positions].expand(tokens.shape[0], -1)
+        if not counts:
+            fills["position_ids"] = positions.unsqueeze(0)
+    if "decoder_input_ids" in names and is_decoded(module):
+        fills["decoder_input_ids"] = _from_labels(context, module, given)
+        decoded = next((given[name] for name in DECODED if given.get(name) is not None), None)
+        tokens = fills["decoder_input_ids"] if decoded is None else decoded
+    if isinstance(tokens, Tensor):
+        fills["cache_position"] = functional.positions(tokens.shape[1], device=tokens.device)
+        fills |= {} if _decides(context, tokens.shape[1]) else {"use_cache": False}
     filled = list(args)
     for name, value in fills.items():
-        if name not in names or given.get(name) is not None:
+        if name not in names or given.get(name) is not None or value is None:
             continue
         if names.index(name) < len(filled):
             filled[names.index(name)] = value
@@ -96,6 +114,33 @@ def pool_first(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     return ((found, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": found})
 
 
+def bias_by_distance(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Pre-hook of attention of T5's kind: a number by head and distance as its bias.
+
+    The module would make one for every pair of local tokens, numbered from 0, also where all are 0.
+    What it is given it passes on to its attention function and to the layers that share the bias.
+    """
+    if SLOT.current is None:
+        return None
+    given = dict(zip(parameters(module), args, strict=False)) | kwargs
+    if given.get("position_bias") is not None:
+        return None
+    bias = ByDistance(None)
+    if module.has_relative_attention_bias:
+        far = module.relative_attention_max_distance
+        buckets = module._relative_position_bucket(
+            torch.arange(-far, far + 1, device=given["hidden_states"].device),
+            bidirectional=not module.is_decoder,
+            num_buckets=module.relative_attention_num_buckets,
+            max_distance=far,
+        )
+        bias = ByDistance(module.relative_attention_bias(buckets).T)
+    place = parameters(module).index("position_bias")
+    if place < len(args):
+        return (*args[:place], bias, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "position_bias": bias}
+
+
 def refuse_rescaling(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Pre-hook of a rotary embedding whose frequencies depend on the longest row of a call.
 
@@ -115,6 +160,39 @@ def refuse_rescaling(module: nn.Module, args: tuple[Any, ...]) -> None:
         )
 
 
+def place_globally(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call | None:
+    """Pre-hook of a table of positions: in a context those of local tokens are global.
+
+    The table is called with tokens `[B, S_local, ...]` or their shape, and with positions that were
+    counted from the local length, or none.
+    """
+    if SLOT.current is None:
+        return None
+    given = dict(zip(parameters(module), args, strict=False)) | kwargs
+    tokens, counted = given[parameters(module)[0]], given.get("position_ids")
+    size = (tokens.shape if isinstance(tokens, Tensor) else tokens)[1]
+    positions = functional.positions(size, device=next(module.parameters()).device)
+    place = parameters(module).index("position_ids")
+    found = positions if counted is None else positions.expand(counted.shape)
+    if place < len(args):
+        return (*args[:place], found, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "position_ids": found}
+
+
+def _from_labels(context: Context, module: nn.Module, given: dict[str, Any]) -> Tensor | None:
+    """Inputs of a decoder where a call has labels `[B, S_local]` and none of `DECODED`."""
+    labels = given.get("labels")
+    missing = all(given.get(name) is None for name in DECODED)
+    if not missing or not isinstance(labels, Tensor) or labels.ndim != 2:
+        return None
+    layout = context.sequence_of(labels.shape[1]).layout
+    whole = functional.gather_sequence(labels, dim=1)
+    with SLOT.suspend():
+        made = shifted_right(module, whole)
+        dummies = made.new_zeros(len(made), layout.length - whole.shape[1])
+        return layout.shard(torch.cat([made, dummies], 1), rank=context.rank, dim=1)
+
+
 def _decides(context: Context, size: int) -> bool:
     """Whether the model's own choice about a cache decides if documents are kept apart."""
     found = [s for s in context.sequences.values() if s.layout.size(context.rank) == size]
@@ -124,12 +202,7 @@ def _decides(context: Context, size: int) -> bool:
 def _refuse(context: Context, module: nn.Module, given: dict[str, Any], tokens: Any) -> None:
     config = getattr(module, "config", None)
     wrong = ""
-    if getattr(config, "is_encoder_decoder", False):
-        wrong = (
-            "an encoder-decoder holds two sequences, and a batch with more than one sequence is "
-            "not supported yet"
-        )
-    elif any(given.get(name) is not None for name in CACHES):
+    if any(given.get(name) is not None for name in CACHES):
         wrong = (
             "a cache holds keys of whole sequences, and this rank has a part of one; generate in "
             "functional.local(), on whole rows"
