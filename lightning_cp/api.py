@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.balance import Balanced, Causal, Work, work_of
+from lightning_cp.balance import Balanced
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.gather import all_gather
@@ -21,12 +21,13 @@ from lightning_cp.data import Cut, cut
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, sharded
 from lightning_cp.data.containers import leaves
 from lightning_cp.data.cut import Rules
+from lightning_cp.data.expected import expected_calls, expected_work
 from lightning_cp.data.outputs import gather_outputs
 from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
-from lightning_cp.plan import Schedule
+from lightning_cp.plan import EXCHANGES, Schedule
 from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
 from lightning_cp.swap.huggingface import HuggingFace, Traits, traits
@@ -34,9 +35,6 @@ from lightning_cp.swap.litgpt import LitGPT
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
-
-LONG = 2**20
-"""Tokens of a document by which masks are compared in cost."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +148,8 @@ class ContextParallel:
             meta=self.meta,
             sequences=part.sequences,
             whole=part.whole,
-            exchange=self._exchange(),
+            exchange=part.exchange,
+            layout=found.layout,
             kernel=self.config.attention_backend,
             overlap=self.config.overlap,
             compare_calls=step < WATCHED,
@@ -169,12 +168,14 @@ class ContextParallel:
         Args:
             module: root module; see `shard`.
         """
-        layout = self._layout()
+        layout, log = self._layout(), self._last.log if self._last is not None else None
         known = self._traits(module)
         rules = Rules(
             layout=layout,
             adaptive=self.config.layout == "auto",
-            work=self._work(),
+            work=expected_work(log),
+            exchanges=self._exchanges(),
+            calls=expected_calls(log),
             sequence_dims=self.config.sequence_dims,
             takes_positions=known.takes_positions,
             documents=self.config.documents,
@@ -182,9 +183,9 @@ class ContextParallel:
             decodes=known.decodes,
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
-        share = Share(rules, self.rank, self.world, self._exchange())
-        seen = self._last.log.seen if self._last is not None else {}
-        calls = tuple((call, tuple(pairs)) for call, pairs in seen.items())
+        share = Share(rules, self.rank, self.world)
+        expected = {} if log is None else log.seen
+        calls = tuple((sees, tuple(pairs)) for sees, pairs in expected.items())
         return share._replace(calls=calls) if calls else share
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:
@@ -302,8 +303,8 @@ class ContextParallel:
         dims = self.config.sequence_dims or {}
         return gather_outputs(output, shard.context, declared=dims, to=to)
 
-    def _exchange(self) -> str | Schedule:
-        return "direct" if self.config.exchange == "auto" else self.config.exchange
+    def _exchanges(self) -> tuple[str | Schedule, ...]:
+        return EXCHANGES if self.config.exchange == "auto" else (self.config.exchange,)
 
     def _layout(self) -> str | Balanced:
         """The layout of the next batch: even work where attention was causal, else plain runs."""
@@ -311,12 +312,6 @@ class ContextParallel:
             return self.config.layout
         log = self._last.log if self._last is not None else None
         return "contiguous" if log is not None and log.attention and not log.causal else "zigzag"
-
-    def _work(self) -> Work:
-        """What attention will cost: the most that a call of the last micro-step did, or causal."""
-        seen = self._last.log.seen if self._last is not None else {}
-        found = [work_of(sees) for sees in seen]
-        return max(found, key=lambda work: work.before(LONG, LONG), default=Causal())
 
     def _traits(self, module: torch.nn.Module | None) -> Traits:
         """What a module says about its batches, looked up once."""
@@ -330,6 +325,7 @@ class ContextParallel:
         contents = found.code if found is not None else 0
         layout = found.layout if found is not None else _name(self._layout())
         spans = [s.layout.spans for s in found.part.sequences.values()] if found is not None else []
+        exchange = str(found.part.exchange) if found is not None else ""
         calls = self._last.log.digest if self._last is not None else 0
         loss = float(self._loss) if self._loss is not None else 0.0
         digest = Digest(
@@ -339,6 +335,7 @@ class ContextParallel:
                 "shapes of the batch": zlib.crc32(shapes.encode()),
                 "contents of the batch": contents,
                 "layout": zlib.crc32(f"{layout} {spans}".encode()),
+                "exchange": zlib.crc32(exchange.encode()),
                 "calls of the micro-step before": calls,
                 "loss of the micro-step before": loss,
             },
@@ -348,6 +345,7 @@ class ContextParallel:
                 "shapes of the batch": shapes or "no shapes",
                 "contents of the batch": f"hash {contents:08x}",
                 "layout": _shown(layout, spans),
+                "exchange": exchange,
             },
             self.meta,
         )

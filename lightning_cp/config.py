@@ -95,9 +95,10 @@ class Config:
         exchange: how keys and values travel: "direct", exactly what a rank's queries see, from the
             rank that holds it; "ring", from neighbour to neighbour; "allgather", all to all;
             "ulysses", none, ranks swap heads for tokens; "hybrid", neighbours swap heads and
-            blocks of them exchange keys; "auto"; or one of `lightning_cp.plan.Direct`, `Ring`,
-            `AllGather`, `Ulysses`, `Hybrid` with options; for debugging `Replicated()`, with which
-            every rank computes all, and attention has the same bits whatever the group.
+            blocks of them exchange keys; "auto", for every batch what is predicted to take least
+            time; or one of `lightning_cp.plan.Direct`, `Ring`, `AllGather`, `Ulysses`, `Hybrid`
+            with options; for debugging `Replicated()`, with which every rank computes all, and
+            attention has the same bits whatever the group.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits

@@ -107,6 +107,7 @@ class Context:
         sequences: the named sequences of the batch that are cut.
         whole: those of which every rank holds all tokens.
         exchange: name of the schedule, or one with options.
+        layout: name of the layout, for people.
         kernel: name of the kernel, or "auto".
         overlap: let messages travel while tiles are computed.
         compare_calls: compare every attention call's signature over the group before its first
@@ -126,6 +127,7 @@ class Context:
     sequences: Mapping[str, Sequence]
     whole: Mapping[str, Sequence] = field(default_factory=dict)
     exchange: str | Schedule
+    layout: str = ""
     kernel: str = "auto"
     overlap: bool = True
     compare_calls: bool = False

@@ -18,9 +18,7 @@ from lightning_cp.balance import (
     Loads,
     Padding,
     Piece,
-    Work,
     balanced,
-    fastest,
     layout_of,
     least_received,
     loads,
@@ -113,7 +111,8 @@ def test_the_tiles_and_pieces_of_a_long_row() -> None:
     row = problem((90000, 31000, 9000, 1072), 8, align=128, min_piece=256)
     pieces = [piece for own in plan(row) for piece in own]
     assert all(p.stop - p.start >= min(256, row.lengths[p.doc]) for p in pieces)
-    assert all(p.start % 128 == 0 for p in pieces)
+    assert all(p.start % 32 == 0 for p in pieces)
+    assert sum(p.start % 128 == 0 for p in pieces) >= len(pieces) / 2
 
 
 def test_short_documents_stay_whole_and_long_ones_on_few_ranks() -> None:
@@ -157,7 +156,7 @@ def test_speeds_of_another_group_are_refused() -> None:
 
 @pytest.mark.parametrize("work", [Banded(1023, 0), Banded(None, None), Banded(255, 255)])
 def test_other_masks_are_balanced_by_their_own_work(work: Banded) -> None:
-    lengths = (30000, 12000, 5000, 4000, 800, 700, 90)
+    lengths = (30000, 12000, 800, 700, 700, 600, 90)
     row = problem(lengths, 4, work=work)
     found = loads(row, plan(row))
     assert row.excess(found.work, found.tokens) <= TOLERANCE
@@ -189,28 +188,24 @@ def test_a_cost_model_chooses_by_time() -> None:
     assert quick.step(loads(row, by_work)) <= quick.step(loads(row, by_bytes))
 
 
-def test_the_fastest_layout_of_a_row() -> None:
-    names = ("zigzag", "contiguous", "balanced")
-    cost = CostModel()
-
-    def chosen(lengths: tuple[int, ...], work: Work, cost: CostModel = cost) -> str:
-        return fastest(names, lengths, 4, work, cost)
-
-    assert chosen((50000,), Causal()) == "zigzag"
-    assert chosen((50000,), Banded(None, None)) == "zigzag"  # as fast as contiguous
-    assert chosen((20000, 9000, 9000, 3000), Causal()) == "balanced"
-    assert chosen((4000,) * 8, Causal()) == "zigzag"  # two whole documents each
-    slow = CostModel(bandwidth=1e5)
-    assert chosen((50000, 100), Banded(9, 0), slow) == "contiguous"
+def test_the_slowest_rank_counts_where_about_the_same_travels() -> None:
+    """Every rank of this row could have 3 percent more work; hardly any needs to."""
+    row = problem((19014, 13000, 11000, 9500, 8022, 5000), 4, align=128, min_piece=256)
+    found = loads(row, plan(row))
+    assert max(found.work) <= 1.012 * row.pairs / 4
+    links = [a + b for a, b in zip(found.received, found.served, strict=True)]
+    assert max(links) <= 1.4 * sum(links) / 4
 
 
 def test_costs_of_a_rank() -> None:
     cost = CostModel(pair=2.0, token=3.0, tile=10.0, key_bytes=4.0, bandwidth=2.0, latency=5.0)
-    found = Loads((100, 50), (10, 20), (7, 0), (1, 2), (1.5, 0.0))
+    found = Loads((100, 50), (10, 20), (7, 1), (1, 7), (1, 2), (1.5, 0.0))
     assert cost.compute(found) == [2 * (100 + 15) + 30, 100 + 60]
-    assert cost.links(found) == [14.0 + 5.0, 0.0]
+    assert cost.links(found) == [8.0 + 5.0, 8.0 + 5.0]
+    assert cost.links(Loads((1,), (1,), (0,), (0,), (1,), (1.0,))) == [0.0]
     assert cost.step(found) == 260.0
-    assert cost.step(found, overlap=False) == 279.0
+    assert cost.step(found, overlap=False) == 273.0
+    assert cost.attention(found) == 2 * (100 + 15) + 8
     standard = CostModel()
     assert standard.token / standard.pair == pytest.approx(16384, rel=1e-3)
     received = standard.key_bytes / standard.bandwidth
@@ -304,4 +299,4 @@ def test_plans_are_the_same_everywhere() -> None:
         lengths = [(doc * 7919) % (4001 if doc % 9 else 90001) + 1 for doc in range(50)]
         layout = balanced(lengths, world, Balanced(rank_speed=tuple(range(5, 5 + world))))
         texts += [str(layout.spans), str(balanced(lengths, world).spans)]
-    assert zlib.crc32("\n".join(texts).encode()) == 3151206276
+    assert zlib.crc32("\n".join(texts).encode()) == 1682136188

@@ -69,7 +69,7 @@ def test_zigzag_within_documents_is_the_measure() -> None:
 
 
 def test_makespans_of_two_ranks() -> None:
-    found = Loads((100, 300), (1, 1), (1000, 0), (1, 1), (1.0, 1.0))
+    found = Loads((100, 300), (1, 1), (1000, 0), (0, 1000), (1, 1), (1.0, 1.0))
     mean = 200 + 16384
     assert makespans(found) == ((100 + 16384 + 702000) / mean, 702000 / mean)
 

@@ -1,19 +1,27 @@
 """`bench packed`: the clock of each rank, its results, totals, merged files, the command."""
 
 import json
+import sys
 from dataclasses import replace
+from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn import functional as F
 
 from lightning_cp.balance import layout_of
 from lightning_cp.cli.bench.attention.measure import Attention, Inputs
 from lightning_cp.cli.bench.balance.rows import row
-from lightning_cp.cli.bench.packed.measure import GroupCall, measure, one_thread, received
+from lightning_cp.cli.bench.packed import command, peer
+from lightning_cp.cli.bench.packed.measure import GroupCall, measure, one_thread, received, row_of
+from lightning_cp.cli.bench.packed.peer import PEER, peer_bytes, peer_lengths, positions
 from lightning_cp.cli.bench.packed.results import Results, Row, merged, repeated
 from lightning_cp.cli.bench.packed.settings import DEFAULT_LAYOUTS, Settings, Sizes
+from lightning_cp.cli.bench.packed.step import Steps, batch_of
+from lightning_cp.cli.bench.packed.worker import Seconds, result_of, run
 from lightning_cp.cli.main import main
 from lightning_cp.mask import Mask
 from lightning_cp.plan import build_plan
@@ -167,11 +175,136 @@ def test_files_that_cannot_be_merged_are_refused(tmp_path, capsys):
         (["--repeats", "1"], "--repeats 1 is less than 2"),
         (["--layout", "zigzag", "--layout", "zigzag"], "each can be given once"),
         (["--network", "0"], "--network 0.0 is no rate"),
+        (["--layers", "0"], "--layers 0 is less than 1"),
+        (["--peer", PEER], "--peer ring-flash-attn sends messages of its own"),
+        (["--peer", PEER, "--mode", "processes", "--dtype", "fp32"], "half precision only"),
     ],
 )
 def test_options_that_cannot_work_are_refused(options, message, capsys):
     assert main(["bench", "packed", *options]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_peer_that_is_not_there_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(peer, "PACKAGES", ("no_such_package",))
+    assert main(["bench", "packed", "--peer", PEER, "--mode", "processes"]) == 2
+    assert "no_such_package cannot be imported; pip install" in capsys.readouterr().err
+
+
+def test_what_the_peer_is_given_and_what_it_receives():
+    assert peer_lengths((1, 0, 16, 137), 4) == (8, 16, 144)
+    held = [positions((8, 16), rank, 2).tolist() for rank in range(2)]
+    assert held[0] == [0, 1, 6, 7, 8, 9, 10, 11, 20, 21, 22, 23]
+    assert sorted(held[0] + held[1]) == list(range(24))
+    # A shard of 6 tokens: keys and values go on 3 times, twice; gradients 4 times, in 4 bytes.
+    assert peer_bytes((8, 16), 4, row=10, itemsize=2) == 6 * 10 * (2 * 3 * 2 + 4 * 4)
+    sizes = replace(SIZES, dtype="bf16", mode="processes")
+    taken = peer_lengths(row(4, 300), 3)
+    found = row_of(sizes, 4, PEER, [[1.0], [2.0], [3.0]])
+    assert found.bytes_received == peer_bytes(taken, 3, row=2 * 2 * 8, itemsize=2)
+    assert (
+        found.work_max_over_mean == row_of(sizes, 4, "per_document_zigzag", []).work_max_over_mean
+    )
+
+
+def test_the_stand_in_for_flash_attn_is_right(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parent / "_harness" / "peers"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flash_attn"]:
+        monkeypatch.delitem(sys.modules, name)
+    package = import_module("flash_attn.flash_attn_interface")
+    generator = torch.Generator().manual_seed(2)
+    for causal, q_lengths, k_lengths in ((True, (5, 0, 3), (5, 0, 3)), (False, (2, 4), (6, 1))):
+        q, k, v, grad = (
+            torch.randn(sum(n), 2, 8, generator=generator, dtype=torch.float64)
+            for n in (q_lengths, k_lengths, k_lengths, q_lengths)
+        )
+        edges = [torch.tensor([0, *accumulate(n)]) for n in (q_lengths, k_lengths)]
+        most = max(q_lengths), max(k_lengths)
+        given = (*edges, *most, 0.0, 0.3, causal)
+        out, lse, _, _ = package._flash_attn_varlen_forward(q, k, v, *given)
+        grads = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+        package._flash_attn_varlen_backward(grad, q, k, v, out, lse, *grads, *given)
+        document = [
+            torch.arange(len(n)).repeat_interleave(torch.tensor(n)) for n in (q_lengths, k_lengths)
+        ]
+        seen = document[0][:, None] == document[1]
+        if causal:
+            seen &= torch.ones_like(seen).tril()
+        whole = [x.transpose(0, 1)[None].requires_grad_() for x in (q, k, v)]
+        truth = F.scaled_dot_product_attention(*whole, attn_mask=seen, scale=0.3)
+        wanted = torch.autograd.grad(truth, whole, grad.transpose(0, 1)[None])
+        for x, y in zip((out, *grads), (truth, *wanted), strict=True):
+            torch.testing.assert_close(x, y[0].transpose(0, 1), atol=1e-12, rtol=0)
+    sys.modules.pop("flash_attn.flash_attn_interface")
+    sys.modules.pop("flash_attn")
+
+
+def test_settings_reach_another_process():
+    sizes = replace(SIZES, mode="step", layers=3)
+    settings = Settings(sizes=sizes, layouts=("zigzag",), seeds=range(2, 5), repeats=2)
+    assert Settings.from_json(json.loads(json.dumps(settings.as_json()))) == settings
+
+
+def test_files_of_before_modes_are_read(tmp_path):
+    file = tmp_path / "old.json"
+    RESULTS.save(file)
+    found = json.loads(file.read_text())
+    del found["sizes"]["mode"], found["sizes"]["layers"]
+    file.write_text(json.dumps(found))
+    assert merged([file], 8.0).sizes == SIZES
+
+
+def measured_by(rank: int, world: int, settings: Settings) -> list[Seconds]:
+    return run(settings, rank)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("mode", ["processes", "step"])
+def test_real_ranks_measure_every_arm_of_every_draw(mode, pool):
+    sizes = replace(SIZES, ranks=2, mode=mode, layers=1)
+    settings = Settings(sizes=sizes, layouts=("balanced", "zigzag"), seeds=range(2), repeats=2)
+    for draws in pool.run(measured_by, settings, world=2):
+        assert [list(seconds) for seconds in draws] == [["balanced", "zigzag"]] * 2
+        assert all(len(runs) == 2 and min(runs) > 0 for each in draws for runs in each.values())
+
+
+def losses(rank: int, world: int, layouts: list[str]) -> list[float]:
+    sizes = replace(SIZES, ranks=world, mode="step", layers=2)
+    steps = Steps(sizes, rank=rank, group=dist.group.WORLD)
+    found = [
+        steps(layout, batch_of((137, 1, 52), seed)).item() for seed, layout in enumerate(layouts)
+    ]
+    steps.close()
+    return found
+
+
+@pytest.mark.dist
+def test_steps_are_the_same_under_every_layout_and_number_of_ranks(pool):
+    layouts = ["zigzag", "balanced", "per_document_zigzag"]
+    (truth,) = pool.run(losses, ["zigzag"] * 3, world=1)
+    for world in (2, 3):
+        for found in pool.run(losses, layouts, world=world):
+            assert found == pytest.approx(truth, abs=1e-12)
+
+
+def test_the_command_starts_processes(monkeypatch, tmp_path):
+    def fake(module: str, job: Path, ranks: int, *, threads: int) -> list[int]:
+        settings = Settings.from_json(json.loads(job.read_text()))
+        for rank in range(ranks):
+            draw = {name: [1.0 + rank, 2.0 + rank] for name in settings.layouts}
+            result_of(job.parent, rank).write_text(json.dumps([draw] * len(settings.seeds)))
+        return [codes.get(rank, 0) for rank in range(ranks)]
+
+    codes: dict[int, int] = {}
+    monkeypatch.setattr(command, "run_ranks", fake)
+    file = tmp_path / "packed.json"
+    options = ["bench", "packed", *SMALL, "--repeats", "2", "--mode", "step", "--json", str(file)]
+    assert main(options) == 0
+    found = json.loads(file.read_text())
+    assert [r["slowest"] for r in found["rows"]] == [2.5] * 6
+    assert found["sizes"]["mode"] == "step"
+    codes[1] = 2
+    assert main(options) != 0
 
 
 def test_the_command_measures_merges_and_writes(tmp_path: Path, monkeypatch, capsys):

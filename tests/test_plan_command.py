@@ -1,14 +1,17 @@
 """`lightning-cp plan`: what it reads, prints, writes and refuses."""
 
 import json
+from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightning_cp.balance import CostModel, layout_of
+from lightning_cp.balance import Balanced, CostModel, layout_of
 from lightning_cp.cli.main import main
-from lightning_cp.cli.plan.figures import NAMES, lengths_of
+from lightning_cp.cli.plan.documents import Wanted, first_row, lengths_of
+from lightning_cp.cli.plan.figures import NAMES
 from lightning_cp.errors import ConfigError
 from lightning_cp.mask import Mask
 from lightning_cp.plan import build_plan
@@ -81,7 +84,7 @@ def test_one_layout_and_times_of_a_cost_model(file: Path) -> None:
     assert list(found["layouts"]) == ["balanced"]
     for row in found["layouts"]["balanced"]:
         assert row["compute_ms"] == 1e3 * row["pairs"]
-        assert row["link_ms"] == 1e3 * row["keys_received"] / 2
+        assert row["link_ms"] == 1e3 * (row["keys_received"] + row["keys_served"]) / 4
 
 
 @pytest.mark.parametrize("text", ["[900, 30, 1, 0, 400, 250]", "900,30,1,0,400,250"])
@@ -104,6 +107,8 @@ def test_files_without_lengths_are_refused(text: str, tmp_path: Path) -> None:
     [
         (("--ranks", "0"), "--ranks 0 must be at least 1"),
         (("--kv-heads", "0"), "--kv-heads 0 must be at least 1"),
+        (("--heads", "9"), "--heads 9 is no multiple of --kv-heads 8"),
+        (("--layers", "0"), "--layers 0 must be at least 1"),
         (("--window", "-1"), "--window -1 must be at least 0"),
         (("--work-cap", "0.5"), "work_cap=0.5 must be a number of at least 1"),
         (("--cost", "nowhere.json"), "nowhere.json cannot be read"),
@@ -114,6 +119,105 @@ def test_options_that_cannot_work_are_refused(
 ) -> None:
     assert main(["plan", "--lengths", str(file), *options]) == 2
     assert message in capsys.readouterr().err
+
+
+MODEL = ("--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--layers", "3", "--hidden", "32")
+
+
+def test_memory_of_the_ranks(file: Path) -> None:
+    found = plan(file, "--ranks", "3", "--dtype", "fp32", *MODEL)
+    # A layer keeps 12 x 32 elements of norms and MLP, twice 4 x 8 of queries, twice 2 x 8 of keys.
+    token = 3 * 4 * (12 * 32 + 2 * 4 * 8 + 2 * 2 * 8)
+    for name, rows in found["layouts"].items():
+        layout = layout_of(Balanced() if name == "balanced" else name, LENGTHS, 3)
+        mask = Mask.packed((0, *accumulate(LENGTHS)))
+        for rank, row in enumerate(rows):
+            made = build_plan(layout, layout, mask, rank=rank, exchange="direct")
+            peaks = made.memory(heads=4, kv_heads=2, head_dim=8, itemsize=4)
+            assert row["attention_bytes"] == max(peaks)
+            assert row["activation_bytes"] == token * row["tokens"]
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "pays"),
+    [("4000 " * 8, "4", False), ("90000 700 300", "4", True), ("16 " * 64, "8", False)],
+    ids=["equal", "one long", "short"],
+)
+def test_whether_cutting_pays(
+    text: str, ranks: str, pays: bool, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(text)
+    found = plan(file, "--ranks", ranks)["pays"]
+    assert found["cutting"] == pays
+    lengths = lengths_of(file)
+    assert found["longest"] == max(lengths)
+    assert found["whole_tokens"] == (max(lengths) if pays else sum(lengths) // int(ranks))
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith(f"Context parallelism {'pays' if pays else 'does not pay'}")
+
+
+def test_whole_documents_are_dealt_out_by_time(file: Path) -> None:
+    cost = file.with_name("cost.json")
+    CostModel(pair=1.0, token=0.0, tile=0.0, latency=0.0).save(cost)
+    found = plan(file, "--ranks", "2", "--cost", str(cost))["pays"]
+    assert found["whole_seconds"] == 900 * 901 / 2  # all the others take less on the second rank
+    assert found["whole_tokens"] == 900
+    assert found["seconds"] == min(
+        max(row["compute_ms"] for row in rows) / 1e3
+        for rows in plan(file, "--ranks", "2", "--cost", str(cost))["layouts"].values()
+    )
+
+
+DOCUMENTS = [list(range(n)) for n in (5, 7, 2)]
+
+
+def stream() -> Iterator[list[int]]:
+    return iter(DOCUMENTS)
+
+
+def test_rows_of_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def row(dataset: Path | str, tokens: int = 100, **options: Any) -> tuple[int, ...]:
+        values = {"token_dtype": "uint16", "end": None, **options}
+        return first_row(Wanted(str(dataset), tokens, **values))
+
+    folder = tmp_path / "texts"
+    (folder / "b").mkdir(parents=True)
+    (folder / ".git").mkdir()
+    for name, size in (("a.txt", 7), ("b/c.txt", 9), ("b/.hidden", 3), (".git/x", 4)):
+        (folder / name).write_bytes(bytes(size))
+    assert row(folder) == (7, 9)
+    assert row(folder, 10) == (7, 3)
+    tokens = tmp_path / "tokens.bin"
+    tokens.write_bytes(bytes([1, 0, 0, 0, 2, 0, 3, 0]))
+    assert row(tokens) == (4,)
+    assert row(tokens, end=0) == (2, 2)
+    assert row(tokens, token_dtype="uint8") == (8,)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_data.py").write_text(
+        "from tests.test_plan_command import DOCUMENTS as found, stream\nempty = [[]]\n"
+        "padded = [{'input_ids': [1, 2], 'attention_mask': [1, 0]}]\n"
+    )
+    assert row("own_data:found") == (5, 7, 2)
+    assert row("own_data:stream", 6) == (5, 1)
+    for dataset, message in (
+        ("own_data:nothing", "cannot be had"),
+        ("no_such_module:x", "cannot be had"),
+        ("own_data:empty", "has no tokens"),
+        ("own_data:padded", "gives no documents"),
+        ("nowhere.bin", "there is no file nowhere.bin"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            row(dataset)
+
+
+def test_lengths_or_a_dataset_are_asked_for(file: Path) -> None:
+    for options in ((), ("--lengths", str(file), "--dataset", str(file.parent))):
+        with pytest.raises(SystemExit):
+            main(["plan", *options])
+    out = file.with_name("plan.json")
+    asked = ("--dataset", str(file.parent), "--tokens", "9", "--ranks", "2", "--json", str(out))
+    assert main(["plan", *asked]) == 0
+    assert json.loads(out.read_text())["tokens"] == 9
 
 
 def test_a_file_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

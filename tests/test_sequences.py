@@ -206,11 +206,11 @@ def test_workers_plan_the_calls_between_sequences() -> None:
     context.handle(BATCH, sizes[1], sizes[1], CAUSAL)
     context.handle(BATCH, sizes[1], sizes[0], FULL)
     calls = tuple((call, tuple(pairs)) for call, pairs in context.log.seen.items())
-    plans = planned(part.sequences, Share(rules, 1, 2, "direct", calls))
+    plans = planned(part.sequences, Share(rules, 1, 2, calls), "direct")
     assert plans.keys() == set(context.log.plans.values())
     assert len(plans) == 3
-    gone = Share(rules, 1, 2, "direct", ((CAUSAL, (("sequence", "absent"),)),))
-    assert planned(part.sequences, gone) == {}
+    gone = Share(rules, 1, 2, ((CAUSAL, (("sequence", "absent"),)),))
+    assert planned(part.sequences, gone, "direct") == {}
 
 
 def test_tokens_that_count_are_those_of_the_labelled_sequence() -> None:

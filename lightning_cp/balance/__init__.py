@@ -5,7 +5,6 @@ and `CostModel` predicts the time of a step.
 """
 
 from lightning_cp.balance.bounds import least_received
-from lightning_cp.balance.choose import fastest
 from lightning_cp.balance.cost import CostModel
 from lightning_cp.balance.layouts import DOCUMENT_LAYOUTS, Padding, balanced, layout_of, pieces_of
 from lightning_cp.balance.options import Balanced
@@ -26,7 +25,6 @@ __all__ = [
     "Problem",
     "Work",
     "balanced",
-    "fastest",
     "gather_window",
     "layout_of",
     "least_received",

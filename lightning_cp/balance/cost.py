@@ -55,12 +55,29 @@ class CostModel:
         ]
 
     def links(self, loads: Loads) -> list[float]:
-        """Seconds that every rank's link is busy; one message from every other rank."""
+        """Seconds that every rank's link is busy; one message from every other rank.
+
+        A key and its value come to the rank that reads them, twice, and their gradient to the rank
+        that holds them: half of their bytes each, in a precision of two bytes.
+        """
         messages = len(loads.received) - 1
         return [
-            self.key_bytes * keys / self.bandwidth + self.latency * messages if keys else 0.0
-            for keys in loads.received
+            self.key_bytes * keys / 2 / self.bandwidth + self.latency * messages if keys else 0.0
+            for keys in map(sum, zip(loads.received, loads.served, strict=True))
         ]
+
+    def attention(self, loads: Loads) -> float:
+        """Seconds of the slowest rank's attention, where messages travel before tiles are computed.
+
+        Latency is left out, as the same for every plan.
+        """
+        key = self.key_bytes / 2 / self.bandwidth
+        return max(
+            self.pair * (work + self.tile * keys) + key * (received + served)
+            for work, keys, received, served in zip(
+                loads.work, loads.keys, loads.received, loads.served, strict=True
+            )
+        )
 
     def step(self, loads: Loads, *, overlap: bool = True) -> float:
         """Seconds of the slowest rank.

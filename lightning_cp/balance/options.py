@@ -16,12 +16,13 @@ class Balanced:
         work_cap: greatest attention work of a rank over its share, a hard cap.
         token_cap: greatest number of tokens of a rank over its share, a hard cap.
         min_piece: least tokens of a piece of a document that is cut; given up before a cap.
-        align: documents are cut at multiples of this from their first token, where a finer cut is
-            not needed to keep a cap: kernels compute in tiles.
+        align: documents are cut at multiples of this from their first token, where neither a cap
+            nor even work needs a finer cut: kernels compute in tiles.
         rank_speed: how fast every rank of the group is, in any unit; work and tokens are shared
             accordingly. All alike where not given.
         cost_file: JSON file of a `CostModel`, the same for every rank; the plan that keeps the
-            caps is then chosen by predicted time instead of by what travels.
+            caps is then chosen by the predicted time of a step. Without one, a plan is chosen whose
+            slowest rank has its attention done soon, among those that make about the least travel.
 
     Raises:
         ConfigError: if a value is out of range, or the file cannot be read.

@@ -1,6 +1,6 @@
-"""The choice among plans: within the caps, the one that makes least travel, or takes least time."""
+"""The choice among plans: within the caps, one that makes little travel and takes little time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,11 +19,20 @@ STYLES = (
 )
 """Each finds the best plan of some rows."""
 
+ROOMS = (1.0, 1 / 3, 2 / 3)
+"""What of the room between even work and its cap a plan uses: even work, or less that travels."""
+
 FEW = 16
 """Ranks up to which it can pay to cut another document before the longest."""
 
+VERY_FEW = 4
+"""Ranks up to which all rooms are tried: a plan of many ranks takes longer to make."""
+
 TIGHTER = (0.6, 0.3)
 """What of the room above the shares is aimed at where the caps were missed."""
+
+NEARLY = 1.05
+"""Keys of a plan over the fewest of any up to which it is chosen for its time."""
 
 
 @lru_cache(maxsize=256)
@@ -36,36 +45,58 @@ def plan(problem: Problem, cost: CostModel | None = None) -> tuple[tuple[Piece, 
 
     Args:
         problem: what is balanced.
-        cost: chooses by predicted time; None chooses by the keys that are received.
+        cost: chooses by predicted time of a step. None chooses among the plans with about the
+            fewest keys that travel the one whose slowest rank has its attention done first.
     """
     plans = [_judged(problem, held, cost) for held in _filled(problem)]
-    best = min(plans, key=_rank)
+    best = _best(plans)
     if problem.feasible and (best.excess or best.short):
         plans += [_judged(problem, held, cost) for held in _finer(problem)]
-        best = min(plans, key=_rank)
+        best = _best(plans)
     if problem.feasible and best.excess:
         plans += [_judged(problem, held, cost) for held in _tighter(problem)]
-    return tuple(map(tuple, min(plans, key=_rank).held))
+    return tuple(map(tuple, _best(plans).held))
 
 
 class _Plan(NamedTuple):
-    """A plan, by how much it is over a cap, its price, and its pieces that are too short."""
+    """A plan.
+
+    Attributes:
+        excess: by how much it is over a cap.
+        keys: that travel, and more for pieces that are too short; nothing where time alone counts.
+        seconds: of the slowest rank, as predicted.
+        short: pieces that are too short.
+        held: the pieces.
+    """
 
     excess: float
-    price: float
+    keys: int
+    seconds: float
     short: int
     held: Held
 
 
-def _rank(plan: _Plan) -> tuple[float, float]:
-    return plan.excess, plan.price
+def _best(plans: Sequence[_Plan]) -> _Plan:
+    """Least over a cap, then with about the fewest keys, then the quickest."""
+    excess = min(plan.excess for plan in plans)
+    kept = [plan for plan in plans if plan.excess == excess]
+    keys = NEARLY * min(plan.keys for plan in kept)
+    return min((plan for plan in kept if plan.keys <= keys), key=lambda plan: plan.seconds)
 
 
 def _filled(problem: Problem) -> Iterator[Held]:
-    """A plan of every style."""
-    for style in STYLES:
-        if problem.world <= FEW or style.longest:
-            yield fill(problem, style)
+    """A plan of every style, with more and with less room."""
+    for room in ROOMS if problem.world <= VERY_FEW else ROOMS[:2]:
+        aimed = replace(problem, caps=_within(problem, (room, 1.0)))
+        for style in STYLES:
+            if problem.world <= FEW or style.longest:
+                yield fill(aimed, style)
+
+
+def _within(problem: Problem, rooms: tuple[float, float]) -> tuple[float, float]:
+    """Caps on work and tokens with parts of the room that the problem's leave above the shares."""
+    work, tokens = (1 + (cap - 1) * part for cap, part in zip(problem.caps, rooms, strict=True))
+    return work, tokens
 
 
 def _judged(problem: Problem, held: Held, cost: CostModel | None) -> _Plan:
@@ -76,8 +107,11 @@ def _judged(problem: Problem, held: Held, cost: CostModel | None) -> _Plan:
         for pieces in held
         for piece in pieces
     )
-    price = sum(found.received) + least * short if cost is None else cost.step(found)
-    return _Plan(problem.excess(found.work, found.tokens), price, short, held)
+    excess = problem.excess(found.work, found.tokens)
+    if cost is not None:
+        return _Plan(excess, 0, cost.step(found), short, held)
+    keys = sum(found.received) + least * short
+    return _Plan(excess, keys, CostModel().attention(found), short, held)
 
 
 def _finer(problem: Problem) -> Iterator[Held]:
@@ -90,6 +124,6 @@ def _finer(problem: Problem) -> Iterator[Held]:
 def _tighter(problem: Problem) -> Iterator[Held]:
     """Plans that aim at less room, so that what they miss is within the real caps."""
     for part in TIGHTER:
-        work, tokens = ((cap - 1) * part + 1 for cap in problem.caps)
-        less = replace(problem, align=1, min_piece=1, caps=(work, tokens))
+        caps = _within(problem, (part, part))
+        less = replace(problem, align=1, min_piece=1, caps=caps)
         yield from (fill(less, style) for style in STYLES)

@@ -1,11 +1,13 @@
 """What is to be balanced: a row of documents, the ranks with their caps, and pieces of it."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from lightning_cp.balance.work import Work
-from lightning_cp.spans import Spans, union
+from lightning_cp.spans import Spans, total, union
 
 
 class Piece(NamedTuple):
@@ -41,8 +43,8 @@ class Problem:
         work: what the mask costs.
         shares: part of the row that each rank should have; the sum is 1.
         caps: greatest work and tokens of a rank over its share of them.
-        align: cuts lie on multiples of this from the first token of a document, where a finer cut
-            is not needed to keep a cap.
+        align: cuts lie on multiples of this from the first token of a document, where neither a
+            cap nor even work needs a finer cut.
         min_piece: least tokens of a piece of a document that is cut.
     """
 
@@ -77,13 +79,13 @@ class Problem:
     def excess(self, work: Sequence[int], tokens: Sequence[int]) -> float:
         """By how much the rank that is worst is over a cap, in shares; 0 where all are within."""
         over = [0.0]
-        for total, loads, cap in (
+        for whole, loads, cap in (
             (self.pairs, work, self.caps[0]),
             (self.tokens, tokens, self.caps[1]),
         ):
-            if total:
+            if whole:
                 over += [
-                    load / (share * total) - cap
+                    load / (share * whole) - cap
                     for load, share in zip(loads, self.shares, strict=True)
                 ]
         worst = max(over)
@@ -110,6 +112,8 @@ class Loads(NamedTuple):
         work: pairs of every rank.
         tokens: tokens of every rank.
         received: keys that every rank receives.
+        served: keys that other ranks receive of every rank, counted for each of them; in a
+            backward their gradients arrive here.
         fragments: pieces of every rank, neighbours joined.
         keys: keys that a query sees on average, summed over the pieces: the pairs that one more
             query in each piece would add.
@@ -118,6 +122,7 @@ class Loads(NamedTuple):
     work: tuple[int, ...]
     tokens: tuple[int, ...]
     received: tuple[int, ...]
+    served: tuple[int, ...]
     fragments: tuple[int, ...]
     keys: tuple[float, ...]
 
@@ -132,23 +137,72 @@ def joined(pieces: Sequence[Piece]) -> dict[int, Spans]:
 
 def loads(problem: Problem, held: Sequence[Sequence[Piece]]) -> Loads:
     """What every rank has to do with its pieces."""
-    return Loads(*zip(*(_load(problem, pieces) for pieces in held), strict=True))
+    spans = [joined(pieces) for pieces in held]
+    own = [_load(problem, docs) for docs in spans]
+    received, served = _travels(problem, spans)
+    work, tokens, fragments, keys = zip(*own, strict=True)
+    return Loads(work, tokens, tuple(received), tuple(served), fragments, keys)
 
 
-def _load(problem: Problem, pieces: Sequence[Piece]) -> tuple[int, int, int, int, float]:
+def _load(problem: Problem, docs: Mapping[int, Spans]) -> tuple[int, int, int, float]:
     work, lengths = problem.work, problem.lengths
-    pairs = tokens = received = fragments = 0
+    pairs = tokens = fragments = 0
     keys = 0.0
-    for doc, spans in joined(pieces).items():
+    for doc, spans in docs.items():
         length = lengths[doc]
         fragments += len(spans)
-        own = sum(stop - start for start, stop in spans)
-        tokens += own
+        tokens += total(spans)
         for start, stop in spans:
             found = work.before(length, stop) - work.before(length, start)
             pairs += found
             keys += found / (stop - start)
-        if own < length:
-            seen = union([*(work.reach(length, a, b) for a, b in spans), *spans])
-            received += sum(b - a for a, b in seen) - own
-    return pairs, tokens, received, fragments, keys
+    return pairs, tokens, fragments, keys
+
+
+def _travels(problem: Problem, ranks: Sequence[Mapping[int, Spans]]) -> tuple[list[int], list[int]]:
+    """Keys that every rank receives, and that others receive of it."""
+    received, served = [0] * len(ranks), [0] * len(ranks)
+    holders: dict[int, list[int]] = {}
+    for rank, docs in enumerate(ranks):
+        for doc in docs:
+            holders.setdefault(doc, []).append(rank)
+    for doc, found in holders.items():
+        if len(found) == 1:
+            continue
+        length, reach = problem.lengths[doc], problem.work.reach
+        seen = [
+            union([*(reach(length, a, b) for a, b in ranks[rank][doc]), *ranks[rank][doc]])
+            for rank in found
+        ]
+        readers = _Readers(span for spans in seen for span in spans)
+        for rank, spans in zip(found, seen, strict=True):
+            own = total(ranks[rank][doc])
+            received[rank] += total(spans) - own
+            served[rank] += readers.of(ranks[rank][doc]) - own
+    return received, served
+
+
+class _Readers:
+    """How many spans hold each position, summed up.
+
+    Args:
+        spans: any, which may overlap.
+    """
+
+    def __init__(self, spans: Iterable[tuple[int, int]]) -> None:
+        steps: dict[int, int] = {}
+        for start, stop in spans:
+            steps[start] = steps.get(start, 0) + 1
+            steps[stop] = steps.get(stop, 0) - 1
+        self._edges = sorted(steps)
+        self._counts = list(accumulate(steps[edge] for edge in self._edges))
+        widths = (b - a for a, b in pairwise(self._edges))
+        self._sums = [0, *accumulate(n * w for n, w in zip(self._counts, widths, strict=False))]
+
+    def of(self, spans: Spans) -> int:
+        """The counts of all positions of some spans; each lies in one that was given."""
+        return sum(self._before(stop) - self._before(start) for start, stop in spans)
+
+    def _before(self, at: int) -> int:
+        place = bisect_right(self._edges, at) - 1
+        return self._sums[place] + self._counts[place] * (at - self._edges[place])

@@ -1,7 +1,9 @@
 """How much attention work a part of a document is, and what a cut makes travel: by mask."""
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isqrt
 from typing import Protocol
 
@@ -27,6 +29,10 @@ class Work(Protocol):
         """The span of keys that the queries `start..stop` see."""
         ...
 
+    def mask(self, lengths: Sequence[int]) -> Mask:
+        """Who sees whom in a row of documents of these lengths."""
+        ...
+
     def __hash__(self) -> int: ...
 
 
@@ -49,6 +55,10 @@ class Causal:
     def reach(self, length: int, start: int, stop: int) -> tuple[int, int]:
         """All keys up to the last query."""
         return (0, stop)
+
+    def mask(self, lengths: Sequence[int]) -> Mask:
+        """Causal attention within documents."""
+        return Mask.packed((0, *accumulate(lengths)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,11 @@ class Banded:
     def reach(self, length: int, start: int, stop: int) -> tuple[int, int]:
         """All keys within the band of one of the queries."""
         return start - _least(start, self.left), stop + _least(length - stop, self.right)
+
+    def mask(self, lengths: Sequence[int]) -> Mask:
+        """Attention within a band and within documents."""
+        edges, window = (0, *accumulate(lengths)), (self.left, self.right)
+        return Mask(edges[-1], edges[-1], is_causal=False, documents=edges, window=window)
 
 
 def work_of(mask: Mask | Visibility) -> Work:

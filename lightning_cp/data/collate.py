@@ -29,7 +29,6 @@ class Share(NamedTuple):
         rules: how batches are cut.
         rank: rank within the context-parallel group.
         world: size of the group.
-        exchange: name of the schedule, or one with options.
         calls: what the attention calls that are expected ask to see, each with the names of the
             sequences of its queries and its keys; the first sequence where there are none.
     """
@@ -37,7 +36,6 @@ class Share(NamedTuple):
     rules: Rules
     rank: int
     world: int
-    exchange: str | Schedule = "direct"
     calls: tuple[tuple[Visibility, Pairs], ...] = ((Visibility(), ()),)
 
 
@@ -165,12 +163,15 @@ def sharded(
     )
 
 
-def planned(sequences: Mapping[str, Sequence], share: Share) -> dict[PlanKey, Plan]:
+def planned(
+    sequences: Mapping[str, Sequence], share: Share, exchange: str | Schedule
+) -> dict[PlanKey, Plan]:
     """The plans of the attention calls that are expected on a batch, by what they are found by.
 
     Args:
         sequences: of the batch.
         share: how the batch was cut, and which calls are expected.
+        exchange: how keys and values travel.
     """
     main = next(iter(sequences))
     keys = []
@@ -179,7 +180,7 @@ def planned(sequences: Mapping[str, Sequence], share: Share) -> dict[PlanKey, Pl
             if sequences.keys() >= set(names):
                 q, kv = (sequences[name] for name in names)
                 mask = mask_of(q, kv, sees)
-                keys.append(plan_key(q, kv, mask, rank=share.rank, exchange=share.exchange))
+                keys.append(plan_key(q, kv, mask, rank=share.rank, exchange=exchange))
     return {key: key.build() for key in keys}
 
 
@@ -210,7 +211,8 @@ def _part(batch: Any, share: Share | None) -> Any:
     if get_worker_info() is None:
         return sharded(batch, part, share)
     part = dataclasses.replace(part, seconds=0.0)  # nobody waited for the layout
-    return sharded(batch, part, share, plans=planned({**part.sequences, **part.whole}, share))
+    plans = planned({**part.sequences, **part.whole}, share, part.exchange)
+    return sharded(batch, part, share, plans=plans)
 
 
 class ContextParallelCollate:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from lightning_cp.balance import (
     DOCUMENT_LAYOUTS,
     Balanced,
     Causal,
-    CostModel,
     Padding,
     Work,
-    fastest,
     layout_of,
 )
 from lightning_cp.config import MAIN, SequenceDims
@@ -27,6 +25,7 @@ from lightning_cp.data.fields import Fields, find_fields
 from lightning_cp.errors import BatchError
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Documents, Edges, rows_of
+from lightning_cp.plan import Call, Schedule, quickest
 from lightning_cp.sequences import Sequence
 from lightning_cp.spans import Span
 
@@ -48,6 +47,7 @@ class Cut:
         added: names of fields that were added.
         layout: name of the layout of the first sequence.
         seconds: what making the layouts took in this process.
+        exchange: name of the schedule, or one with options.
         whole: sequences of which every rank holds all tokens.
     """
 
@@ -57,6 +57,7 @@ class Cut:
     added: tuple[str, ...]
     layout: str
     seconds: float = field(default=0.0, compare=False)
+    exchange: str | Schedule = "direct"
     whole: Mapping[str, Sequence] = field(default_factory=dict)
 
     @property
@@ -78,7 +79,11 @@ class Rules:
         layout: name of the layout, or `Balanced` with options.
         adaptive: a row of several documents gets the layout "balanced" instead where that is
             predicted to take less time.
-        work: what attention is expected to cost, causal where not given; only "balanced" asks.
+        work: what attention is expected to cost, causal where not given.
+        exchanges: of several the one that is predicted to take least time, the first one preferred
+            where times are nearly the same.
+        calls: sizes of the attention calls that are expected; without any the first exchange is
+            taken.
         sequence_dims: declared sequence dimensions.
         takes_positions: whether the model takes `position_ids`.
         documents: "auto" refuses rows whose positions start anew, "none" lets them attend to
@@ -91,6 +96,8 @@ class Rules:
     layout: str | Balanced
     adaptive: bool = False
     work: Work | None = None
+    exchanges: tuple[str | Schedule, ...] = ("direct",)
+    calls: tuple[Call, ...] = ()
     sequence_dims: SequenceDims | None = None
     takes_positions: bool = False
     documents: str = "auto"
@@ -116,9 +123,9 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     """
     found = find_fields(batch, rules.sequence_dims, decodes=rules.decodes)
     values = items(batch)
-    sequences, choice, seconds = _sequences(values, found, rules, rank, world)
-    whole = {name: one for name, one in sequences.items() if found[name].whole}
-    sequences = {name: one for name, one in sequences.items() if name not in whole}
+    laid = _laid(values, found, rules, rank, world)
+    whole = {name: one for name, one in laid.sequences.items() if one.whole}
+    sequences = {name: one for name, one in laid.sequences.items() if not one.whole}
     added: dict[str, str] = {}
     for name in sequences if rules.takes_positions else ():
         places = _places(batch, values, found[name])
@@ -135,13 +142,34 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
             full = _filled(values[field_name], dim, layout.length, filling)
             values[field_name] = layout.shard(full, rank=rank, dim=dim)
     kept = {name: fields for name, fields in found.items() if name in sequences}
-    return Cut(rebuilt(batch, values), kept, sequences, (*added,), choice, seconds, whole)
+    return Cut(
+        rebuilt(batch, values),
+        kept,
+        sequences,
+        (*added,),
+        laid.layout,
+        laid.seconds,
+        laid.exchange,
+        whole,
+    )
 
 
-def _sequences(
+class _Laid(NamedTuple):
+    """All sequences of a batch, and what was chosen for them in how many seconds.
+
+    The layout is that of the first sequence that is cut; the exchange suits the longest.
+    """
+
+    sequences: dict[str, Sequence]
+    layout: str
+    exchange: str | Schedule
+    seconds: float
+
+
+def _laid(
     values: Mapping[str, Any], found: Mapping[str, Fields], rules: Rules, rank: int, world: int
-) -> tuple[dict[str, Sequence], str, float]:
-    """All sequences of a batch, the name of the first one's layout, and what layouts took."""
+) -> _Laid:
+    """Lay out all sequences."""
     made: dict[str, Sequence] = {}
     choices, seconds = [], 0.0
     taken = [Sizes((x.length,) * world, x.batch) for x in found.values() if x.whole]
@@ -169,7 +197,11 @@ def _sequences(
                 taken.append(Sizes(layout.sizes, fields.batch))
             seconds += perf_counter() - start
         made[name] = sequence
-    return made, choices[0], seconds
+    start = perf_counter()
+    name = max((name for name in made if not made[name].whole), key=lambda x: made[x].length)
+    longest = made[name]
+    exchange = exchange_of(longest.layout, found[name], longest.documents, rules)
+    return _Laid(made, choices[0], exchange, seconds + perf_counter() - start)
 
 
 def _whole(length: int, rank: int, world: int) -> Layout:
@@ -223,14 +255,44 @@ def lay_out(
             f"batch hold different documents; pass one row per batch (pack the rows into one), or "
             f"use layout='zigzag'"
         )
-    edges = (0, fields.length) if own or documents is None else cast(Edges, documents)
-    lengths = tuple(stop - start for start, stop in pairwise(edges))
+    lengths = _lengths(fields, documents)
     padding = Padding(MIN_ROWS, rules.pad_to_multiple_of or 1)
-    choice = rules.layout
-    if rules.adaptive and isinstance(choice, str) and len(lengths) > 1:
-        work = rules.work or Causal()
-        choice = fastest((choice, "balanced"), lengths, world, work, CostModel())
-    return choice, layout_of(choice, lengths, world, work=rules.work, padding=padding)
+    work = rules.work or Causal()
+
+    def made(choice: str | Balanced) -> Layout:
+        return layout_of(choice, lengths, world, work=work, padding=padding)
+
+    if not rules.adaptive or len(lengths) == 1:
+        return rules.layout, made(rules.layout)
+    choices = (rules.layout, "balanced")
+    layouts = tuple(map(made, choices))
+    best = quickest(layouts, rules.exchanges, lengths, work, rules.calls).layout
+    return choices[best], layouts[best]
+
+
+def exchange_of(
+    layout: Layout, fields: Fields, documents: Documents | None, rules: Rules
+) -> str | Schedule:
+    """How keys and values of a sequence travel.
+
+    Args:
+        layout: of the sequence.
+        fields: length and rows of the batch.
+        documents: of its rows.
+        rules: which exchanges there are to choose from.
+    """
+    if len(rules.exchanges) == 1 or not rules.calls:
+        return rules.exchanges[0]
+    lengths, work = _lengths(fields, documents), rules.work or Causal()
+    calls = tuple(call._replace(batch=fields.batch) for call in rules.calls)
+    return quickest((layout,), rules.exchanges, lengths, work, calls).exchange
+
+
+def _lengths(fields: Fields, documents: Documents | None) -> tuple[int, ...]:
+    """Tokens of every document that all rows have; of one where they have their own."""
+    own = rows_of(documents)
+    edges = (0, fields.length) if own or documents is None else cast(Edges, documents)
+    return tuple(stop - start for start, stop in pairwise(edges))
 
 
 def _filled(tensor: Tensor, dim: int, length: int, value: int) -> Tensor:

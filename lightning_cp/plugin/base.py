@@ -89,9 +89,10 @@ class ContextParallelBase(
             rank that holds it; memory of two shards), "ring" (from neighbour to neighbour, memory
             of two shards), "allgather" (memory of the whole sequence, fewer and larger tiles),
             "ulysses" (each rank gets all tokens of a part of the heads), "hybrid" (ulysses among
-            neighbours, direct between blocks of them), or "auto": direct. `lightning_cp.plan` has
-            `Direct`, `Ring`, `AllGather`, `Ulysses` and `Hybrid`, which take options, and
-            `Replicated`, for debugging.
+            neighbours, direct between blocks of them), or "auto": for every batch what is predicted
+            to take least time, direct before a call was seen. `lightning_cp.plan` has `Direct`,
+            `Ring`, `AllGather`, `Ulysses` and `Hybrid`, which take options, and `Replicated`, for
+            debugging.
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that

@@ -1,10 +1,12 @@
 """Figures of every step for the Trainer's loggers: speed, balance, traffic and planning."""
 
 import warnings
+from collections import Counter
 from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
+from lightning_cp.config import CHOICES, Config
 from lightning_cp.context import Context, Ran
 from lightning_cp.errors import ConfigError, ContextParallelWarning
 from lightning_cp.plan import Sizes, group_load
@@ -19,6 +21,8 @@ class _Window:
         self.start = perf_counter()
         self._tokens = self._built = 0
         self._planning = 0.0
+        self._layouts: Counter[str] = Counter()
+        self._exchanges: Counter[str] = Counter()
 
     def add(self, context: Context) -> None:
         """Count a micro-batch that ran."""
@@ -27,6 +31,8 @@ class _Window:
             self._tokens += total(keys) if keys else sequence.length * sequence.batch
         self._built += context.log.built
         self._planning += context.log.planning
+        self._layouts[context.layout] += 1
+        self._exchanges[str(context.exchange)] += 1
 
     def figures(self, devices: int) -> dict[str, float]:
         """Figures of so many virtual devices."""
@@ -35,6 +41,15 @@ class _Window:
             "plans_built": self._built,
             "plan_seconds": self._planning,
         }
+
+    def chosen(self, config: Config) -> dict[str, float]:
+        """Parts of the micro-batches that got each layout and each exchange, where "auto" chose."""
+        found = {}
+        for option, counts in (("layout", self._layouts), ("exchange", self._exchanges)):
+            for name in CHOICES[option] if getattr(config, option) == "auto" else ():
+                if name != "auto":
+                    found[f"{option}_{name}"] = counts[name] / max(counts.total(), 1)
+        return found
 
 
 class _Load:
@@ -106,6 +121,8 @@ class MonitorBase:
       keys and values in every forward and backward, and their gradients.
     - `cp/plans_built`: attention plans that the first rank made in its main process, in `N` steps.
     - `cp/plan_seconds`: what these, and layouts that were made there, took.
+    - `cp/layout_balanced` and the like, `cp/exchange_direct` and the like: where the option is
+      "auto", the part of the micro-batches in `N` steps for which each was chosen.
 
     A step of several micro-batches adds up the busiest ranks and the means of each.
 
@@ -188,7 +205,9 @@ class MonitorBase:
     def _log(self, trainer: Any, window: "_Window", load: "_Load", *, prefix: str) -> None:
         if not trainer.is_global_zero or not load.contexts:
             return
-        figures = window.figures(trainer.strategy.topology.dp) | load.figures()
+        strategy = trainer.strategy
+        figures = window.figures(strategy.topology.dp) | load.figures()
+        figures |= window.chosen(strategy._config)
         metrics = {prefix + name: value for name, value in figures.items()}
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)

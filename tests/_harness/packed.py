@@ -69,7 +69,7 @@ def packed_mask(lengths: Sequence[int], like: Mask) -> Mask:
 
 
 def counted(layout: Layout, mask: Mask) -> Loads:
-    """Work, tokens and received keys of every rank, element by element; fragments are not."""
+    """Work, tokens, received and served keys, element by element; fragments are not."""
     ranks = range(layout.world)
     own = [set(layout.positions(rank).tolist()) for rank in ranks]
     seen = [{k for q in mine for k in range(layout.length) if mask.visible(q, k)} for mine in own]
@@ -78,6 +78,7 @@ def counted(layout: Layout, mask: Mask) -> Loads:
         tuple(pairs),
         tuple(map(len, own)),
         tuple(len(seen[rank] - own[rank]) for rank in ranks),
+        tuple(sum(len(seen[peer] & own[rank]) for peer in ranks if peer != rank) for rank in ranks),
         (),
         (),
     )

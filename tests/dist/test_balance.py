@@ -3,6 +3,7 @@
 import pickle
 from operator import itemgetter
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from lightning_cp import ContextParallelCollate
 from lightning_cp.balance import Balanced
 from lightning_cp.errors import BatchError, ConfigError, MismatchError
+from lightning_cp.plan import quickest
 from lightning_cp.plugin import ContextParallelStrategy
 from tests._harness.grid import rotated
 from tests._harness.group import grads_of, one_group
@@ -181,6 +183,47 @@ def run_chosen(rank: int, world: int) -> list[str]:
 def test_auto_chooses_for_every_row(pool: Pool) -> None:
     for found in pool.run(run_chosen, world=3):
         assert found[:3] == ["zigzag", "zigzag", "balanced"]  # equal documents are even anyway
+
+
+def run_exchanges(rank: int, world: int, differ: bool) -> tuple[list[str], list[float], str]:
+    """Exchanges and losses where, from the second step on, the last one offered seems quickest."""
+    offered = ("direct", "ring") if differ and rank else ("direct", "ring", "allgather")
+    found, losses = [], []
+    with (
+        patch("lightning_cp.api.EXCHANGES", offered),
+        patch("lightning_cp.plan.choose.NEARLY", 100.0),
+        patch("lightning_cp.plan.choose.LEAST", -1.0),
+        one_group(rank, world, documents="position_ids") as parallel,
+    ):
+        quickest.cache_clear()
+        for lengths in ROWS:
+            model = Model()
+            shard = parallel.shard(batch_of(lengths), module=model)
+            try:
+                with parallel.active(shard):
+                    loss = model.training_step(shard.batch, 0)
+                    loss.backward()
+            except MismatchError as error:
+                return found, losses, str(error)
+            found.append(str(shard.context.exchange))
+            losses.append(loss.item())
+    quickest.cache_clear()
+    return found, losses, ""
+
+
+def test_auto_chooses_an_exchange_for_every_row(pool: Pool) -> None:
+    truth = [Model(alone=True).training_step(batch_of(lengths), 0).item() for lengths in ROWS]
+    for found, losses, _ in pool.run(run_exchanges, False, world=3):
+        assert found[0] == "direct"  # no call was seen yet
+        assert set(found[1:]) == {"ring", "allgather"}  # not where that needs too much memory
+        assert losses == pytest.approx(truth, abs=EXACT)
+
+
+def test_ranks_with_different_exchanges_say_so(pool: Pool) -> None:
+    for found, _, message in pool.run(run_exchanges, True, world=2):
+        assert found == ["direct"]
+        assert "exchange: rank 0 has allgather; rank 1 has ring" in message
+        assert "layout" not in message
 
 
 def run_different(rank: int, world: int) -> str:

@@ -153,6 +153,19 @@ def test_packed_rows_element_by_element(layout, pool, tmp_path):
         check(row, Expected(held.sizes, loads.work, sum(loads.received)), 8, ROW // 2)
 
 
+def test_what_auto_chose_is_logged(pool, tmp_path):
+    run = Run(case=DOUBLE)
+    (seen, _) = pool.run(monitored, run, {}, tmp_path / "auto", world=2)
+    for row in figures([seen, Seen([], [])]):
+        chosen = {name: row[name] for name in row if "layout_" in name or "exchange_" in name}
+        assert chosen.pop("cp/layout_zigzag") == chosen.pop("cp/exchange_direct") == 1
+        assert set(chosen.values()) == {0}
+        assert {"cp/layout_balanced", "cp/exchange_ring"} <= chosen.keys()
+    given = {"layout": "zigzag", "exchange": "ring"}
+    (seen, _) = pool.run(monitored, run, given, tmp_path / "given", world=2)
+    assert not any("layout_" in name or "exchange_" in name for row in seen.rows for name in row)
+
+
 def test_workers_make_the_plans_of_packed_rows(pool, tmp_path):
     run = Run(case=Case(precision="64-true", epochs=2), documents=PACKED)
     options = {"layout": "balanced", "documents": "position_ids"}

@@ -8,24 +8,46 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_cp.balance import Balanced, CostModel, work_of
+from lightning_cp.cli.bench.attention.settings import DTYPES
 from lightning_cp.cli.outputs import check_outputs
-from lightning_cp.cli.plan.figures import NAMES, Answer, Question, lengths_of, save
+from lightning_cp.cli.plan.documents import Wanted, first_row, lengths_of
+from lightning_cp.cli.plan.figures import NAMES, Answer, Question, judged, save
+from lightning_cp.cli.plan.model import RULE, Model, Verdict
+from lightning_cp.data.packing.files import DTYPES as TOKENS
 from lightning_cp.errors import ConfigError
 from lightning_cp.mask import Mask
 
 SUMMARY = "show what each layout gives the ranks for documents of given lengths"
 PICTURE = "plan.png"
+SIZES = (
+    ("heads", 32, "query heads"),
+    ("kv_heads", 8, "key and value heads"),
+    ("head_dim", 128, "size of a head"),
+    ("layers", 32, "layers, for the memory"),
+    ("hidden", 4096, "width between layers"),
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument(
+    rows = parser.add_mutually_exclusive_group(required=True)
+    rows.add_argument(
         "--lengths",
         type=Path,
         metavar="FILE",
-        required=True,
-        default=argparse.SUPPRESS,
         help="tokens of every document of a row: numbers with spaces or commas between them",
+    )
+    rows.add_argument(
+        "--dataset",
+        metavar="DATA",
+        help="a row of the first documents of a dataset: a folder (a file is a document, a byte a "
+        "token), a file of tokens, or module:name in Python",
+    )
+    parser.add_argument(
+        "--token-dtype", choices=sorted(TOKENS), default="uint16", help="of a file of tokens"
+    )
+    parser.add_argument(
+        "--end", type=int, metavar="TOKEN", help="ends every document in a file of tokens"
     )
     parser.add_argument("--ranks", type=int, default=8, help="ranks that share the row")
     parser.add_argument(
@@ -43,15 +65,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for option, size, text in (
         ("--align", Balanced.align, "documents are cut at multiples of this"),
         ("--min-piece", Balanced.min_piece, "shortest piece of a document that is cut"),
-        ("--kv-heads", 8, "key and value heads, for the bytes"),
-        ("--head-dim", 128, "size of a head"),
-        ("--itemsize", 2, "bytes of an element"),
+        ("--tokens", 65536, "tokens of a row of --dataset"),
+        *((f"--{name.replace('_', '-')}", size, text) for name, size, text in SIZES),
     ):
         parser.add_argument(option, type=int, default=size, help=text)
     parser.add_argument(
         "--window", type=int, metavar="LEFT", help="keys before its own that a query sees"
     )
     parser.add_argument("--bidirectional", action="store_true", help="attention is not causal")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the model")
     parser.add_argument("--cost", type=Path, metavar="FILE", help="a cost model, for the times")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"draw {PICTURE} in DIR")
@@ -67,6 +89,10 @@ def run(args: argparse.Namespace) -> None:
     console = Console()
     answers = [question.answer(name) for name in getattr(args, "layout", NAMES)]
     _print(console, answers)
+    found = judged(question, answers)
+    quickest = next(answer for answer in answers if answer.name == found.layout)
+    console.print(f"attention: peak of one call; {RULE}", soft_wrap=True)
+    console.print(_sentence(found, question, max(quickest.loads.tokens)), soft_wrap=True)
     if args.json is not None:
         save(args.json, question, answers)
     if args.out is not None:
@@ -82,16 +108,22 @@ def asked(args: argparse.Namespace) -> Question:
     Raises:
         ConfigError: if an option cannot work.
     """
-    for option in ("ranks", "kv_heads", "head_dim", "itemsize"):
+    for option in ("ranks", *(name for name, _, _ in SIZES)):
         if getattr(args, option) < 1:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} {getattr(args, option)} must be at least 1")
     if args.window is not None and args.window < 0:
         raise ConfigError(f"--window {args.window} must be at least 0, the keys before a query")
     check_outputs(args, PICTURE)
+    model = Model(dtype=args.dtype, **{name: getattr(args, name) for name, _, _ in SIZES})
+    if model.heads % model.kv_heads:
+        raise ConfigError(
+            f"--heads {model.heads} is no multiple of --kv-heads {model.kv_heads}; every key head "
+            f"has equally many query heads"
+        )
     window = None if args.window is None else (args.window, None)
     return Question(
-        lengths=lengths_of(args.lengths),
+        lengths=_lengths(args),
         ranks=args.ranks,
         options=Balanced(
             work_cap=args.work_cap,
@@ -100,9 +132,15 @@ def asked(args: argparse.Namespace) -> Question:
             min_piece=args.min_piece,
         ),
         work=work_of(Mask(1, 1, not args.bidirectional, window=window)),
-        key_bytes=2 * args.kv_heads * args.head_dim * args.itemsize,
-        cost=CostModel() if args.cost is None else CostModel.load(args.cost),
+        model=model,
+        cost=model.cost if args.cost is None else CostModel.load(args.cost),
     )
+
+
+def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
+    if args.lengths is not None:
+        return lengths_of(args.lengths)
+    return first_row(Wanted(args.dataset, args.tokens, args.token_dtype, args.end))
 
 
 def _print(console: Console, answers: Sequence[Answer]) -> None:
@@ -113,7 +151,7 @@ def _print(console: Console, answers: Sequence[Answer]) -> None:
     )
     for column in (
         "layout", "rank", "tokens", "/ share", "work / share", "keys received", "MB received",
-        "pieces", "compute ms", "link ms",
+        "pieces", "compute ms", "link ms", "attention MB", "activations MB",
     ):  # fmt: skip
         table.add_column(column, justify="left" if column == "layout" else "right")
     for answer in answers:
@@ -130,6 +168,20 @@ def _print(console: Console, answers: Sequence[Answer]) -> None:
                 str(row["fragments"]),
                 f"{row['compute_ms']:.3f}",
                 f"{row['link_ms']:.3f}",
+                f"{row['attention_bytes'] / 1e6:.1f}",
+                f"{row['activation_bytes'] / 1e6:.1f}",
                 end_section=row is ranks[-1],
             )
     console.print(table)
+
+
+def _sentence(found: Verdict, question: Question, tokens: int) -> str:
+    """Whether cutting pays, with the figures; `tokens` of the busiest rank where it is done."""
+    cut, whole = (question.model.activations(n) / 1e9 for n in (tokens, found.whole_tokens))
+    pays = "pays" if found.pays else "does not pay, but for memory"
+    return (
+        f"Context parallelism {pays}: {found.layout} takes {1e3 * found.seconds:.3f} ms a layer, "
+        f"whole documents dealt out to the same ranks {1e3 * found.whole_seconds:.3f} ms (ratio "
+        f"{found.whole_seconds / found.seconds:.2f}); the longest of {found.longest} tokens; "
+        f"activations of the busiest rank {cut:.2f} GB, with whole documents {whole:.2f} GB."
+    )

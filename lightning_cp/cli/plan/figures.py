@@ -1,4 +1,4 @@
-"""Lengths of documents from a file, and what every layout gives the ranks."""
+"""What every layout gives the ranks."""
 
 import json
 from collections.abc import Sequence
@@ -20,34 +20,11 @@ from lightning_cp.balance import (
     loads,
     pieces_of,
 )
-from lightning_cp.errors import ConfigError
+from lightning_cp.cli.plan.model import RULE, Model, Verdict, attention_memory, verdict
 from lightning_cp.layout import LAYOUTS
 
 NAMES = (*sorted(LAYOUTS), *reversed(DOCUMENT_LAYOUTS))
 """The layouts that are compared, in the order in which they are shown."""
-
-
-def lengths_of(file: Path) -> tuple[int, ...]:
-    """Lengths from a file: a JSON list of numbers, or numbers with spaces or commas between them.
-
-    Raises:
-        ConfigError: if there is no such file, or it holds anything else.
-    """
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"--lengths {file} cannot be read: {error}; "
-            f"choose a file with the number of tokens of every document"
-        ) from error
-    parts = text.strip().removeprefix("[").removesuffix("]").replace(",", " ").split()
-    lengths = tuple(int(part) for part in parts if part.isdecimal())
-    if not sum(lengths) or len(lengths) != len(parts):
-        raise ConfigError(
-            f"--lengths {file} must hold numbers of tokens, one for every document of a row, with "
-            f"spaces, commas or line ends between them"
-        )
-    return lengths
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +36,7 @@ class Question:
         ranks: of the group.
         options: of the balanced layout.
         work: what attention costs.
-        key_bytes: bytes of a key and its value in one layer.
+        model: sizes of the model.
         cost: predicts times.
     """
 
@@ -67,7 +44,7 @@ class Question:
     ranks: int
     options: Balanced
     work: Work
-    key_bytes: int
+    model: Model
     cost: CostModel
 
     @property
@@ -81,7 +58,8 @@ class Question:
         choice = self.options if name == self.options.name else name
         layout = layout_of(choice, self.lengths, self.ranks, work=self.work)
         held = pieces_of(layout, self.lengths)
-        return Answer(name, held, loads(self.problem, held), self)
+        memory = attention_memory(layout, self.work.mask(self.lengths), self.model)
+        return Answer(name, held, loads(self.problem, held), memory, self)
 
 
 @dataclass(frozen=True)
@@ -92,17 +70,20 @@ class Answer:
         name: of the layout.
         held: pieces of every rank.
         loads: what every rank has to do.
+        attention: peak bytes of an attention call on every rank.
         question: what was asked.
     """
 
     name: str
     held: Sequence[Sequence[Piece]]
     loads: Loads
+    attention: Sequence[int]
     question: Question
 
     def ranks(self) -> list[dict[str, Any]]:
         """Figures of every rank, for JSON."""
         cost, found, shares = self.question.cost, self.loads, self.question.problem.shares
+        model = self.question.model
         pairs, tokens = sum(found.work), sum(found.tokens)
         compute, link = cost.compute(found), cost.links(found)
         return [
@@ -113,17 +94,28 @@ class Answer:
                 "pairs": found.work[rank],
                 "work_over_share": found.work[rank] / (share * pairs),
                 "keys_received": found.received[rank],
-                "bytes_received": found.received[rank] * self.question.key_bytes,
+                "keys_served": found.served[rank],
+                "bytes_received": found.received[rank] * model.key_bytes,
                 "fragments": found.fragments[rank],
                 "compute_ms": 1e3 * compute[rank],
                 "link_ms": 1e3 * link[rank],
+                "attention_bytes": self.attention[rank],
+                "activation_bytes": model.activations(found.tokens[rank]),
             }
             for rank, share in enumerate(shares)
         ]
 
 
+def judged(question: Question, answers: Sequence[Answer]) -> Verdict:
+    """Whether cutting the row pays."""
+    found = {answer.name: answer.loads for answer in answers}
+    return verdict(question.problem, question.cost, found)
+
+
 def content(question: Question, answers: Sequence[Answer]) -> dict[str, Any]:
     """All figures, for JSON."""
+    found = judged(question, answers)
+    quickest = next(answer.loads for answer in answers if answer.name == found.layout)
     bound = least_received(question.problem) if question.work == Causal() else None
     return {
         "tokens": question.problem.tokens,
@@ -131,6 +123,14 @@ def content(question: Question, answers: Sequence[Answer]) -> dict[str, Any]:
         "ranks": question.ranks,
         "keys_received_bound": bound,
         "cost": asdict(question.cost),
+        "model": asdict(question.model),
+        "activations": RULE,
+        "pays": {
+            "cutting": found.pays,
+            **found._asdict(),
+            "activation_bytes": max(question.model.activations(n) for n in quickest.tokens),
+            "whole_activation_bytes": question.model.activations(found.whole_tokens),
+        },
         "layouts": {answer.name: answer.ranks() for answer in answers},
     }
 

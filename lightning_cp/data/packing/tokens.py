@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, planned, sharded
-from lightning_cp.data.cut import Cut, cut, lay_out
+from lightning_cp.data.cut import Cut, cut, exchange_of, lay_out
 from lightning_cp.data.documents import known_documents
 from lightning_cp.data.fields import Fields
 from lightning_cp.data.packing.dataset import Rows
@@ -104,6 +104,7 @@ class TokenDataset(Rows):
         fields = Fields(dict.fromkeys(names, 1), edges[-1], 1)
         documents = known_documents(edges, rules)
         choice, layout = lay_out(fields, documents, rules, world)
+        exchange = exchange_of(layout, fields, documents, rules)
         sequence = Tokens(
             layout=layout,
             length=fields.length,
@@ -111,16 +112,24 @@ class TokenDataset(Rows):
             documents=documents,
             as_transformers=rules.as_transformers and rules.documents == "auto",
         )
+        made = {fields.name: sequence}
         batch = self._read(row, layout.spans[rank])
         name = choice if isinstance(choice, str) else choice.name
         return ShardedBatch(
-            Cut(batch, {fields.name: fields}, {fields.name: sequence}, (), name),
+            Cut(
+                batch,
+                {fields.name: fields},
+                made,
+                (),
+                name,
+                exchange=exchange,
+            ),
             layout=name,
             rank=rank,
             world=world,
             code=zlib.crc32(f"{self._files.sizes} {row}".encode()),
             shapes=", ".join(f"{field} (1, {fields.length}) {torch.int64}" for field in names),
-            plans={} if get_worker_info() is None else planned({fields.name: sequence}, share),
+            plans={} if get_worker_info() is None else planned(made, share, exchange),
         )
 
     def _read(self, row: Row, spans: Spans) -> Columns:

@@ -19,6 +19,7 @@ from lightning_cp.balance import layout_of
 from lightning_cp.cli.bench.attention.measure import Attention, Inputs
 from lightning_cp.cli.bench.attention.settings import DTYPES
 from lightning_cp.cli.bench.balance.rows import row
+from lightning_cp.cli.bench.packed.peer import PEER, peer_bytes, peer_lengths
 from lightning_cp.cli.bench.packed.results import Row
 from lightning_cp.cli.bench.packed.settings import Settings, Sizes
 from lightning_cp.comm.mailbox import Mailboxes
@@ -141,14 +142,14 @@ def measure(
     """
     sizes = settings.sizes
     lengths = row(seed, sizes.tokens)
-    whole = _inputs(sizes, seed)
+    whole = inputs_of(sizes, seed)
     kernel = resolve("auto", whole.q, whole.v)
-    calls, plans = [], []
+    calls = []
     for name in settings.layouts:
         layout = layout_of(name, lengths, sizes.ranks)
-        plans.append(_plans(sizes, layout, lengths))
-        shards = [_local(whole, layout, rank) for rank in range(sizes.ranks)]
-        calls.append(GroupCall(plans[-1], kernel, shards, clock=clock))
+        plans = _plans(sizes, layout, lengths)
+        shards = [local_of(whole, layout, rank) for rank in range(sizes.ranks)]
+        calls.append(GroupCall(plans, kernel, shards, clock=clock))
     del whole
     if warm_up:
         calls[0]()
@@ -156,20 +157,36 @@ def measure(
     for _ in range(settings.repeats):
         for call, found in zip(calls, times, strict=True):
             found.append(call()[1])
-    zigzag = _plans(sizes, layout_of("zigzag", lengths, sizes.ranks), lengths)
     return [
-        Row(
-            command=0,
-            draw=seed,
-            layout=name,
-            work_max_over_mean=_max_over_mean([_work(plan, sizes) for plan in own]),
-            tokens_max_over_mean=_max_over_mean([plan.q_size for plan in own]),
-            zigzag_work_max_over_mean=_max_over_mean([_work(plan, sizes) for plan in zigzag]),
-            bytes_received=max(received(plan, sizes) for plan in own),
-            seconds=[list(of_rank) for of_rank in zip(*found, strict=True)],
-        )
-        for name, own, found in zip(settings.layouts, plans, times, strict=True)
+        row_of(sizes, seed, name, [list(of_rank) for of_rank in zip(*found, strict=True)])
+        for name, found in zip(settings.layouts, times, strict=True)
     ]
+
+
+def row_of(sizes: Sizes, seed: int, name: str, seconds: list[list[float]]) -> Row:
+    """The row of a layout, or of the peer, of which `seconds[rank][run]` were measured."""
+    lengths = row(seed, sizes.tokens)
+
+    def plans(layout: str) -> list[Plan]:
+        return _plans(sizes, layout_of(layout, lengths, sizes.ranks), lengths)
+
+    own = plans("per_document_zigzag" if name == PEER else name)
+    most = max(received(plan, sizes) for plan in own)
+    if name == PEER:
+        taken = peer_lengths(lengths, sizes.ranks)
+        elements = 2 * sizes.heads * sizes.head_dim
+        itemsize = DTYPES[sizes.dtype].itemsize
+        most = peer_bytes(taken, sizes.ranks, row=elements, itemsize=itemsize)
+    return Row(
+        command=0,
+        draw=seed,
+        layout=name,
+        work_max_over_mean=_max_over_mean([_work(plan, sizes) for plan in own]),
+        tokens_max_over_mean=_max_over_mean([plan.q_size for plan in own]),
+        zigzag_work_max_over_mean=_max_over_mean([_work(plan, sizes) for plan in plans("zigzag")]),
+        bytes_received=most * (sizes.layers if sizes.mode == "step" else 1),
+        seconds=seconds,
+    )
 
 
 def received(plan: Plan, sizes: Sizes) -> int:
@@ -186,14 +203,16 @@ def _work(plan: Plan, sizes: Sizes) -> int:
 
 
 def _plans(sizes: Sizes, layout: Layout, lengths: Sequence[int]) -> list[Plan]:
+    return [plan_of(sizes, layout, lengths, rank) for rank in range(sizes.ranks)]
+
+
+def plan_of(sizes: Sizes, layout: Layout, lengths: Sequence[int], rank: int) -> Plan:
+    """The plan of a rank for a row of documents."""
     mask = Mask(sizes.tokens, sizes.tokens, documents=(0, *accumulate(lengths)))
-    return [
-        build_plan(layout, layout, mask, rank=rank, exchange=sizes.exchange)
-        for rank in range(sizes.ranks)
-    ]
+    return build_plan(layout, layout, mask, rank=rank, exchange=sizes.exchange)
 
 
-def _inputs(sizes: Sizes, seed: int) -> Inputs:
+def inputs_of(sizes: Sizes, seed: int) -> Inputs:
     """Whole tensors of normal numbers."""
     generator = torch.Generator().manual_seed(seed)
     shape = (1, sizes.heads, sizes.tokens, sizes.head_dim)
@@ -201,7 +220,7 @@ def _inputs(sizes: Sizes, seed: int) -> Inputs:
     return Inputs(*(torch.randn(shape, generator=generator).to(dtype) for _ in Inputs._fields))
 
 
-def _local(whole: Inputs, layout: Layout, rank: int) -> Inputs:
+def local_of(whole: Inputs, layout: Layout, rank: int) -> Inputs:
     """A rank's tokens, stored token by token as a model's projections leave them."""
     shards = (layout.shard(x, rank=rank, dim=2) for x in whole)
     return Inputs(*(x.transpose(1, 2).contiguous().transpose(1, 2) for x in shards))

@@ -6,6 +6,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from lightning_cp.cli.bench.packed.peer import PEER
 from lightning_cp.cli.bench.packed.report import title
 from lightning_cp.cli.bench.packed.results import Results
 
@@ -15,6 +16,7 @@ COLORS = {
     "zigzag": "#9aa5b1",
     "per_document_zigzag": "#1971c2",
     "balanced": "#d9480f",
+    PEER: "#2b8a3e",
 }
 
 

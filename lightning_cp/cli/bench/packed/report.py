@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_cp.cli.bench.packed.results import UNEVEN, Results, Spread, Total, repeated
+from lightning_cp.cli.bench.packed.settings import MODES
 
 MB = 1e6
 
@@ -17,6 +18,7 @@ def title(results: Results) -> str:
     return (
         f"packed rows of {sizes.tokens:,} tokens, {sizes.ranks} ranks, {sizes.heads} heads of "
         f"{sizes.head_dim}, {sizes.dtype}, {sizes.exchange}"
+        f"{f', {sizes.layers} layers' if sizes.mode == 'step' else ''}"
     )
 
 
@@ -34,7 +36,7 @@ def print_results(console: Console, results: Results) -> None:
 def _draws(results: Results) -> Table:
     table = Table(
         title=title(results),
-        caption="forward + backward, CPU time of the slowest rank, median of runs",
+        caption=f"{MODES[results.sizes.mode]}; CPU time of the slowest rank, median of runs",
         box=box.SIMPLE,
     )
     for name in ("draw", "layout", "work", "MB in", "s", "/ first", "A/A"):

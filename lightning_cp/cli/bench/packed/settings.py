@@ -1,10 +1,12 @@
 """What is measured: sizes, layouts and rows, checked."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_cp.balance import DOCUMENT_LAYOUTS
 from lightning_cp.cli.bench.attention.settings import DTYPES
 from lightning_cp.cli.bench.balance.rows import draws
+from lightning_cp.cli.bench.packed.peer import PEER_DTYPES, check_peer
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.plan import SCHEDULES
@@ -13,6 +15,12 @@ ALL_LAYOUTS = (*sorted(LAYOUTS), *DOCUMENT_LAYOUTS)
 DEFAULT_LAYOUTS = ("balanced", "zigzag", "per_document_zigzag")
 MOST_TOKENS = min(map(sum, draws()))
 LEAST_REPEATS = 2
+MODES = {
+    "turns": "attention forward + backward, every rank in turn in one process",
+    "processes": "attention forward + backward, a process for every rank, over gloo",
+    "step": "training step of a small model, a process for every rank, over gloo",
+}
+"""What is measured, for people."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +34,8 @@ class Sizes:
         head_dim: size of a head.
         dtype: a name of `DTYPES`.
         exchange: a name of `lightning_cp.plan.SCHEDULES`.
+        mode: a name of `MODES`.
+        layers: of the model of a step.
 
     Raises:
         ConfigError: if a value cannot work, with the command's option.
@@ -37,9 +47,11 @@ class Sizes:
     head_dim: int
     dtype: str
     exchange: str
+    mode: str = "turns"
+    layers: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "ranks", "heads", "head_dim"):
+        for name in ("tokens", "ranks", "heads", "head_dim", "layers"):
             value, option = getattr(self, name), f"--{name.replace('_', '-')}"
             if value < 1:
                 raise ConfigError(f"{option} {value} is less than 1; choose 1 or more")
@@ -65,6 +77,7 @@ class Settings:
             with the first.
         seeds: the rows, by number.
         repeats: runs of every layout with a row.
+        peer: another package that runs beside them, or None.
 
     Raises:
         ConfigError: if a value cannot work, with the command's option.
@@ -74,6 +87,7 @@ class Settings:
     layouts: tuple[str, ...]
     seeds: range
     repeats: int
+    peer: str | None = None
 
     def __post_init__(self) -> None:
         most = len(draws())
@@ -87,5 +101,27 @@ class Settings:
                 f"--repeats {self.repeats} is less than {LEAST_REPEATS}: repeated runs of the "
                 f"first layout tell what noise does"
             )
+        if self.peer is not None:
+            if self.sizes.mode != "processes":
+                raise ConfigError(
+                    f"--peer {self.peer} sends messages of its own, which takes a process for "
+                    f"every rank; use --mode processes"
+                )
+            if self.sizes.dtype not in PEER_DTYPES:
+                raise ConfigError(
+                    f"--dtype {self.sizes.dtype}: {self.peer} computes in half precision only; "
+                    f"use one of {', '.join(PEER_DTYPES)}"
+                )
+            check_peer()
         if len(set(self.layouts)) < len(self.layouts):
             raise ConfigError(f"--layout: each can be given once, not {', '.join(self.layouts)}")
+
+    def as_json(self) -> dict[str, Any]:
+        """What `from_json` reads."""
+        return {**asdict(self), "seeds": [self.seeds.start, self.seeds.stop]}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Settings":
+        """The settings that another process was given."""
+        given = {"sizes": Sizes(**values["sizes"]), "layouts": tuple(values["layouts"])}
+        return cls(**{**values, **given, "seeds": range(*values["seeds"])})
