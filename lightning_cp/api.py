@@ -184,8 +184,8 @@ class ContextParallel:
             pad_to_multiple_of=self.config.pad_to_multiple_of,
         )
         share = Share(rules, self.rank, self.world)
-        seen = log.seen if log is not None else {}
-        calls = tuple((call, tuple(pairs)) for call, pairs in seen.items())
+        expected = {} if log is None else log.seen
+        calls = tuple((sees, tuple(pairs)) for sees, pairs in expected.items())
         return share._replace(calls=calls) if calls else share
 
     def _cut(self, batch: Any, module: torch.nn.Module | None, code: int | None) -> ShardedBatch:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from time import perf_counter
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -123,9 +123,9 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
     """
     found = find_fields(batch, rules.sequence_dims, decodes=rules.decodes)
     values = items(batch)
-    sequences, choice, seconds = _sequences(values, found, rules, rank, world)
-    whole = {name: one for name, one in sequences.items() if found[name].whole}
-    sequences = {name: one for name, one in sequences.items() if name not in whole}
+    laid = _laid(values, found, rules, rank, world)
+    whole = {name: one for name, one in laid.sequences.items() if one.whole}
+    sequences = {name: one for name, one in laid.sequences.items() if not one.whole}
     added: dict[str, str] = {}
     for name in sequences if rules.takes_positions else ():
         places = _places(batch, values, found[name])
@@ -142,16 +142,34 @@ def cut(batch: Any, rules: Rules, *, rank: int, world: int) -> Cut:
             full = _filled(values[field_name], dim, layout.length, filling)
             values[field_name] = layout.shard(full, rank=rank, dim=dim)
     kept = {name: fields for name, fields in found.items() if name in sequences}
-    start, (name, first) = perf_counter(), next(iter(sequences.items()))
-    exchange = exchange_of(first.layout, found[name], first.documents, rules)
-    seconds += perf_counter() - start
-    return Cut(rebuilt(batch, values), kept, sequences, (*added,), choice, seconds, exchange, whole)
+    return Cut(
+        rebuilt(batch, values),
+        kept,
+        sequences,
+        (*added,),
+        laid.layout,
+        laid.seconds,
+        laid.exchange,
+        whole,
+    )
 
 
-def _sequences(
+class _Laid(NamedTuple):
+    """All sequences of a batch, and what was chosen for them in how many seconds.
+
+    The layout is that of the first sequence that is cut; the exchange suits the longest.
+    """
+
+    sequences: dict[str, Sequence]
+    layout: str
+    exchange: str | Schedule
+    seconds: float
+
+
+def _laid(
     values: Mapping[str, Any], found: Mapping[str, Fields], rules: Rules, rank: int, world: int
-) -> tuple[dict[str, Sequence], str, float]:
-    """All sequences of a batch, the name of the first one's layout, and what layouts took."""
+) -> _Laid:
+    """Lay out all sequences."""
     made: dict[str, Sequence] = {}
     choices, seconds = [], 0.0
     taken = [Sizes((x.length,) * world, x.batch) for x in found.values() if x.whole]
@@ -179,7 +197,11 @@ def _sequences(
                 taken.append(Sizes(layout.sizes, fields.batch))
             seconds += perf_counter() - start
         made[name] = sequence
-    return made, choices[0], seconds
+    start = perf_counter()
+    name = max((name for name in made if not made[name].whole), key=lambda x: made[x].length)
+    longest = made[name]
+    exchange = exchange_of(longest.layout, found[name], longest.documents, rules)
+    return _Laid(made, choices[0], exchange, seconds + perf_counter() - start)
 
 
 def _whole(length: int, rank: int, world: int) -> Layout:

@@ -112,17 +112,24 @@ class TokenDataset(Rows):
             documents=documents,
             as_transformers=rules.as_transformers and rules.documents == "auto",
         )
+        made = {fields.name: sequence}
         batch = self._read(row, layout.spans[rank])
         name = choice if isinstance(choice, str) else choice.name
-        own = {fields.name: sequence}
         return ShardedBatch(
-            Cut(batch, {fields.name: fields}, own, (), name, exchange=exchange),
+            Cut(
+                batch,
+                {fields.name: fields},
+                made,
+                (),
+                name,
+                exchange=exchange,
+            ),
             layout=name,
             rank=rank,
             world=world,
             code=zlib.crc32(f"{self._files.sizes} {row}".encode()),
             shapes=", ".join(f"{field} (1, {fields.length}) {torch.int64}" for field in names),
-            plans={} if get_worker_info() is None else planned(own, share, exchange),
+            plans={} if get_worker_info() is None else planned(made, share, exchange),
         )
 
     def _read(self, row: Row, spans: Spans) -> Columns:
