@@ -211,10 +211,9 @@ class Mask:
             k = (max(start, first), min(stop, last))
             free = stop if not self.is_causal else min(max(start, prefix), stop)
             for q, causal in (((start, free), False), ((free, stop), True)):
-                q = (q[0], min(q[1], self.q_length))
-                seen = (k[0], min(k[1], q[1])) if self.is_causal else k
+                q, seen = (q[0], min(q[1], self.q_length)), (k[0], min(k[1], free))
                 if causal:
-                    q = (max(q[0], seen[0]), q[1])
+                    q, seen = (max(q[0], k[0]), q[1]), (k[0], min(k[1], q[1]))
                 if q[0] < q[1] and seen[0] < seen[1]:
                     found.extend(self._narrowed(q, seen, causal))
         return tuple(found)

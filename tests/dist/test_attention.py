@@ -18,7 +18,7 @@ from lightning_cp.context import SLOT, CallLog, Context, Sequence
 from lightning_cp.diagnostics.trace import CollectiveRecorder
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask
-from lightning_cp.plan import SCHEDULES, Plan, Traffic
+from lightning_cp.plan import SCHEDULES, Direct, Plan, Traffic
 from tests._harness import oracle
 from tests._harness.cases import (
     AXES,
@@ -89,12 +89,21 @@ def shards(pool: Pool) -> Callable[[Cell], list[oracle.Answer]]:
     return find
 
 
+def visible_rows(cell: Cell) -> Tensor:
+    """Which queries see a key: bool `[B, H, S]`."""
+    sizes = cell.batch, cell.sequence.layout.length
+    seen = oracle.visible(cell.mask_of(), sizes[0], sizes[1], sizes[1])
+    hidden = cell.asked.biased(torch.zeros(sizes[0], cell.heads[0], sizes[1], sizes[1]), ~seen)[1]
+    return (~hidden).any(-1).expand(sizes[0], cell.heads[0], sizes[1])
+
+
 def judge(cell: Cell, shards: list[oracle.Answer]) -> None:
     """Every tensor of every rank against the oracle."""
     whole = cell.tensors()
     mask, layout = cell.mask_of(), cell.sequence.layout
-    answer = oracle.attention(*whole, mask, scale=cell.scale)
-    baseline = oracle.single_device(*whole, mask, scale=cell.scale)
+    asked = oracle.PLAIN if cell.terms == "plain" else cell.asked
+    answer = oracle.attention(*whole, mask, scale=cell.scale, asked=asked)
+    baseline = oracle.single_device(*whole, mask, scale=cell.scale, asked=asked)
     for rank, found in enumerate(shards):
         part = layout.positions(rank)
         for name, got, truth, plain in zip(NAMES, found, answer, baseline, strict=True):
@@ -102,7 +111,7 @@ def judge(cell: Cell, shards: list[oracle.Answer]) -> None:
             half = cell.dtype in ("bf16", "fp16")
             assert got.dtype == (torch.float32 if name == "lse" and half else DTYPES[cell.dtype])
             assert_as_accurate(got, truth, plain, where=where, part=part)
-        hidden = answer.lse[:, :, part] == float("-inf")
+        hidden = ~visible_rows(cell)[:, :, part]
         for name in ("out", "dq"):
             assert not getattr(found, name)[hidden].any(), f"rank {rank}: {cell}: blind rows"
 
@@ -124,6 +133,44 @@ def test_cells_cover_every_pair_of_choices() -> None:
     assert not triples() - {tuple(vars(cell)[name] for name in TRIPLES) for cell in default}
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == EVERYTHING
     assert set(AXES["exchange"]) == {"ring", "direct", "allgather", "ulysses", "hybrid"}
+
+
+LEARNED = [
+    replace(SIMPLE, world=3, exchange="direct", mask=mask, terms=terms, length=21)
+    for mask, terms in (
+        ("causal", "sinks"),
+        ("docs35full", "alibi"),
+        ("leftwindow", "bias"),
+        ("prefixwindow", "all"),
+    )
+]
+
+
+def run_learned(rank: int, world: int, cells: list[Cell]) -> bytes:
+    """The gradients of what scores are made of, on one rank."""
+    found = []
+    for cell in cells:
+        q, k, v, grad = local(cell, rank)
+        asked = cell.asked.learning(lambda x: x.requires_grad_())
+        context = replace(cell.context(rank, dist.group.WORLD), exchange=Direct(head_chunks=2))
+        with SLOT.activate(context):
+            options = cell.options[:6]
+            out, *_ = attention(q, k, v, *options, *asked.options())
+            grads = torch.autograd.grad(out, list(asked.learned.values()), grad)
+        found.append(dict(zip(asked.learned, grads, strict=True)))
+    return pickle.dumps(found)
+
+
+def test_what_scores_are_made_of_learns(pool: Pool) -> None:
+    """Every rank has the part of its own queries; together they are the whole gradient."""
+    ranks = unpickled(pool.run(run_learned, LEARNED, world=3))
+    for number, cell in enumerate(LEARNED):
+        truth = oracle.learned(
+            *cell.tensors(), cell.mask_of(), scale=cell.scale, asked=cell.asked
+        )
+        for name, expected in truth.items():
+            total = sum(found[number][name] for found in ranks)
+            assert_as_accurate(total, expected, None, where=f"{name} of {cell}")
 
 
 def run_traffic(rank: int, world: int, cells: list[Cell]) -> list[tuple[Traffic, list[int]]]:
@@ -219,7 +266,7 @@ def run_with(rank: int, world: int, cell: Cell, changes: list[tuple[int, int, fl
             x[:, :, start:stop] += value
     q, k, v, grad = (layout.shard(x, rank=rank, dim=2).requires_grad_() for x in whole)
     with SLOT.activate(cell.context(rank, dist.group.WORLD)):
-        out = attend(q, k, v, is_causal=cell.is_causal, scale=cell.scale, window=cell.window)
+        out = attend(q, k, v, is_causal=cell.is_causal, scale=cell.scale, window=cell.shown.window)
         grads = torch.autograd.grad(out, (q, k, v), grad)
     return pickle.dumps(dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True)))
 
