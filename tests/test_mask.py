@@ -87,7 +87,11 @@ def test_rects_cover_the_dense_matrix_once(mask: Mask) -> None:
         (Mask(5, 5, chunk=2), "x.... xx... ..x.. ..xx. ....x"),
         (Mask(5, 5, False, chunk=3), "xxx.. xxx.. xxx.. ...xx ...xx"),
         (Mask(5, 5, False, keys=((1, 5),), chunk=2), "..... .xx.. .xx.. ...xx ...xx"),
-        (Mask(5, 5, documents=(0, 3, 5), chunk=2), "x.... xx... ..x.. ...x. ....x"),
+        (Mask(5, 5, documents=(0, 3, 5), chunk=2), "x.... xx... ..x.. ...x. ...xx"),
+        (
+            Mask(6, 6, False, (0, 3, 6), ((2, 6),), chunk=2),
+            "...... ...... ..x... ...xx. ...xx. .....x",
+        ),
         (Mask(3, 5, False, chunk=2), "xx... xx... ..xx."),
         (Mask(4, 4, prefix=(2,)), "xx.. xx.. xxx. xxxx"),
         (Mask(2, 4, prefix=(3,)), "xxx. xxx."),

@@ -207,12 +207,14 @@ def dense(mask: Mask, shape: tuple[int, int, int]) -> Bools:
         prefix = ((mask.prefix or (0,)) * shape[0])[row]
         if mask.is_causal:
             found[row] &= (q >= k) | ((q < prefix) & (k < prefix))
-        if mask.chunk is not None:
-            found[row] &= (q - first) // mask.chunk == (k - first) // mask.chunk
         edges = mask.documents or ()
         own = edges[row] if edges and isinstance(edges[0], tuple) else edges
         ids = np.repeat(np.arange(len(own) - 1), np.diff(own)) if own else np.zeros(0, np.int64)
         found[row, : ids.size, : ids.size] &= ids[:, None] == ids[None, :]
+        if mask.chunk is not None:
+            starts = np.full(kv_size, first)
+            starts[: ids.size] = np.maximum(first, np.asarray(own, dtype=np.int64)[ids])
+            found[row] &= (q - starts) // mask.chunk == (k - starts) // mask.chunk
         if mask.keys:
             start, stop = mask.keys[row]
             found[row] &= (start <= k) & (k < stop)

@@ -18,7 +18,7 @@ from lightning_cp.context import SLOT, CallLog, Context, Sequence
 from lightning_cp.diagnostics.trace import CollectiveRecorder
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask
-from lightning_cp.plan import SCHEDULES, Direct, Plan, Traffic
+from lightning_cp.plan import SCHEDULES, Plan, Traffic
 from tests._harness import oracle
 from tests._harness.cases import (
     AXES,
@@ -133,44 +133,6 @@ def test_cells_cover_every_pair_of_choices() -> None:
     assert not triples() - {tuple(vars(cell)[name] for name in TRIPLES) for cell in default}
     assert len({str(cell) for cell in CELLS}) == len(CELLS) == EVERYTHING
     assert set(AXES["exchange"]) == {"ring", "direct", "allgather", "ulysses", "hybrid"}
-
-
-LEARNED = [
-    replace(SIMPLE, world=3, exchange="direct", mask=mask, terms=terms, length=21)
-    for mask, terms in (
-        ("causal", "sinks"),
-        ("docs35full", "alibi"),
-        ("leftwindow", "bias"),
-        ("prefixwindow", "all"),
-    )
-]
-
-
-def run_learned(rank: int, world: int, cells: list[Cell]) -> bytes:
-    """The gradients of what scores are made of, on one rank."""
-    found = []
-    for cell in cells:
-        q, k, v, grad = local(cell, rank)
-        asked = cell.asked.learning(lambda x: x.requires_grad_())
-        context = replace(cell.context(rank, dist.group.WORLD), exchange=Direct(head_chunks=2))
-        with SLOT.activate(context):
-            options = cell.options[:6]
-            out, *_ = attention(q, k, v, *options, *asked.options())
-            grads = torch.autograd.grad(out, list(asked.learned.values()), grad)
-        found.append(dict(zip(asked.learned, grads, strict=True)))
-    return pickle.dumps(found)
-
-
-def test_what_scores_are_made_of_learns(pool: Pool) -> None:
-    """Every rank has the part of its own queries; together they are the whole gradient."""
-    ranks = unpickled(pool.run(run_learned, LEARNED, world=3))
-    for number, cell in enumerate(LEARNED):
-        truth = oracle.learned(
-            *cell.tensors(), cell.mask_of(), scale=cell.scale, asked=cell.asked
-        )
-        for name, expected in truth.items():
-            total = sum(found[number][name] for found in ranks)
-            assert_as_accurate(total, expected, None, where=f"{name} of {cell}")
 
 
 def run_traffic(rank: int, world: int, cells: list[Cell]) -> list[tuple[Traffic, list[int]]]:
