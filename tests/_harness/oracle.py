@@ -38,6 +38,13 @@ def visible(mask: Mask, batch: int, q_size: int, kv_size: int) -> Tensor:
     return torch.from_numpy(seen.copy()).unsqueeze(1)
 
 
+def sighted(mask: Mask, shape: tuple[int, ...], asked: Asked) -> Tensor:
+    """Which queries of a sequence with itself see a key: bool `[B, H, S]`, of that shape."""
+    batch, _, size = shape
+    hidden = ~visible(mask, batch, size, size)
+    return (~asked.biased(torch.zeros(*shape, size), hidden)[1]).any(-1).expand(shape)
+
+
 def attention(
     q: Tensor,
     k: Tensor,

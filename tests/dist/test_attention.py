@@ -89,14 +89,6 @@ def shards(pool: Pool) -> Callable[[Cell], list[oracle.Answer]]:
     return find
 
 
-def visible_rows(cell: Cell) -> Tensor:
-    """Which queries see a key: bool `[B, H, S]`."""
-    sizes = cell.batch, cell.sequence.layout.length
-    seen = oracle.visible(cell.mask_of(), sizes[0], sizes[1], sizes[1])
-    hidden = cell.asked.biased(torch.zeros(sizes[0], cell.heads[0], sizes[1], sizes[1]), ~seen)[1]
-    return (~hidden).any(-1).expand(sizes[0], cell.heads[0], sizes[1])
-
-
 def judge(cell: Cell, shards: list[oracle.Answer]) -> None:
     """Every tensor of every rank against the oracle."""
     whole = cell.tensors()
@@ -111,7 +103,7 @@ def judge(cell: Cell, shards: list[oracle.Answer]) -> None:
             half = cell.dtype in ("bf16", "fp16")
             assert got.dtype == (torch.float32 if name == "lse" and half else DTYPES[cell.dtype])
             assert_as_accurate(got, truth, plain, where=where, part=part)
-        hidden = ~visible_rows(cell)[:, :, part]
+        hidden = ~oracle.sighted(mask, answer.lse.shape, asked)[:, :, part]
         for name in ("out", "dq"):
             assert not getattr(found, name)[hidden].any(), f"rank {rank}: {cell}: blind rows"
 

@@ -78,8 +78,8 @@ class Attention:
     ) -> tuple[Tensor, None]:
         """Attention with the signature of transformers, in an active context.
 
-        Causality is resolved as by its "sdpa" function: `is_causal`, else `module.is_causal`, and
-        none where there is a mask over keys alone. A local length of one has no special meaning.
+        Causality is that of the mask, else as with its "sdpa" function: `is_causal`, else
+        `module.is_causal`, and none where there is a mask over keys alone.
 
         Args:
             module: the attention module.
@@ -91,7 +91,7 @@ class Attention:
             dropout: must be 0.
             scaling: factor on the scores.
             is_causal: hide keys after the query.
-            kwargs: what else the model passes on; what would change the result is refused.
+            kwargs: what else the model passes on; what cannot be computed is refused.
 
         Returns:
             Output `[B, S, H, D]`, and None for the weights, which never exist.
@@ -110,16 +110,9 @@ class Attention:
             causal = False
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux", kwargs.get("sinks"))
         if sees is None and softcap is None and sinks is None:
-            out = scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=padding,
-                dropout_p=dropout,
-                is_causal=causal,
-                scale=scaling,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            grouped = query.shape[1] != key.shape[1]
+            call = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
+            out = call(query, key, value, padding, dropout, causal)
         else:
             refuse(context, query, key, padding, dropout)
             out = _seeing(sees or Visibility(causal))(
