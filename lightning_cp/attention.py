@@ -58,7 +58,7 @@ def attend(
         scale: factor on the scores, `1 / sqrt(D)` where None.
         window: `(left, right)`, how many tokens before and after its own position a query sees,
             within its document; None for no limit on a side or on both.
-        chunk: size of chunks that do not see each other, from the first token of a row on.
+        chunk: size of chunks that do not see each other, from the start of a document on.
         prefix: how many positions at the start of each row, or of all, see each other anyway.
         softcap: scores become `softcap * tanh(score / softcap)`.
         sinks: `[H]`, scores of a key that every query sees, with a value of 0.

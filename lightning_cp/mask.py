@@ -42,7 +42,7 @@ class Visibility:
         window: how many keys before and after its own position a query sees; None for no limit
             on that side, or on either.
         chunk: a query sees keys of its own chunk alone: of the positions `n * chunk` to
-            `(n + 1) * chunk`, counted from the first key of the row that is no padding.
+            `(n + 1) * chunk`, counted from the first key of its document that is no padding.
         prefix: how many positions at the start of a row see each other although `is_causal`: one
             number for every batch row, or a single one for all.
 
@@ -211,25 +211,29 @@ class Mask:
             k = (max(start, first), min(stop, last))
             free = stop if not self.is_causal else min(max(start, prefix), stop)
             for q, causal in (((start, free), False), ((free, stop), True)):
-                q = (q[0], min(q[1], self.q_length))
-                seen = (k[0], min(k[1], q[1])) if self.is_causal else k
+                q, seen = (q[0], min(q[1], self.q_length)), (k[0], min(k[1], free))
                 if causal:
-                    q = (max(q[0], seen[0]), q[1])
+                    q, seen = (max(q[0], k[0]), q[1]), (k[0], min(k[1], q[1]))
                 if q[0] < q[1] and seen[0] < seen[1]:
                     found.extend(self._narrowed(q, seen, causal))
         return tuple(found)
 
     def _blocks(self, row: int | None) -> Spans:
         """Spans of positions that may see each other: documents, cut into chunks."""
-        edges = self.edges(row)
-        if self.chunk is not None:
-            starts = range(self._origin(row or 0), edges[-1], self.chunk)
-            edges = tuple(sorted({*edges, *starts}))
-        return tuple(pairwise(edges))
+        documents = pairwise(self.edges(row))
+        if self.chunk is None:
+            return tuple(documents)
+        edges = {edge for start, stop in documents for edge in self._chunks(row or 0, start, stop)}
+        return tuple(pairwise(sorted(edges)))
 
-    def _origin(self, row: int) -> int:
-        """Where the chunks of a row are counted from."""
-        return self.keys[row][0] if self.keys else 0
+    def _chunks(self, row: int, start: int, stop: int) -> Edges:
+        """Where the chunks of a document start, and where it starts and stops."""
+        assert self.chunk is not None  # invariant: asked of masks with chunks only
+        return (start, *range(self._origin(row, start), stop, self.chunk), stop)
+
+    def _origin(self, row: int, start: int) -> int:
+        """Where the chunks of a document that starts at `start` are counted from."""
+        return max(start, self.keys[row][0]) if self.keys else start
 
     def _prefix(self, row: int) -> int:
         if self.prefix is None:
@@ -262,7 +266,8 @@ class Mask:
         if self.is_causal and k > q and k >= self._prefix(row):
             return False
         if self.chunk is not None:
-            first = self._origin(row)
+            start = max((edge for edge in self.edges(row) if edge <= k), default=0)
+            first = self._origin(row, start)
             if (q - first) // self.chunk != (k - first) // self.chunk:
                 return False
         if self.keys and not self.keys[row][0] <= k < self.keys[row][1]:

@@ -19,6 +19,8 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.kernels import KERNELS, resolve
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import merge_, state_dtype
+from lightning_cp.kernels.reference import Reference
+from lightning_cp.kernels.scores import Scores
 from lightning_cp.layout import contiguous
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Tile
@@ -70,6 +72,24 @@ def test_tile(causal: bool, q_size: int, k_size: int, strides: str, name: str, d
         own = None if item in ("dk", "dv") else part
         assert got.dtype == (state_dtype(q.dtype) if item == "lse" else q.dtype)
         assert_as_accurate(got, truth, plain, where=item, part=own)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("sizes", [(5, 3), (3, 5), (24, 16)])
+@pytest.mark.usefixtures("cuda_operators")
+def test_keys_and_values_of_two_sizes(sizes: tuple[int, int], name: str, dtype: str) -> None:
+    head, value = sizes
+    shapes = [(2, 4, 7, head), (2, 2, 7, head), (2, 2, 7, value), (2, 4, 7, value)]
+    q, k, v, grad = (
+        random(*shape, dtype=DTYPES[dtype], seed=seed) for seed, shape in enumerate(shapes)
+    )
+    found = turns.run_tile(KERNELS[name], Tile((0, 7), (0, 7), True), (q, k, v, grad), 0.4)
+    answer = oracle.attention(q, k, v, grad, Mask.causal(7), scale=0.4)
+    baseline = oracle.single_device(q, k, v, grad, Mask.causal(7), scale=0.4)
+    for item in oracle.Answer._fields:
+        got, truth, plain = (getattr(x, item) for x in (found, answer, baseline))
+        assert_as_accurate(got, truth, plain, where=item)
 
 
 @pytest.mark.parametrize("name", ["cudnn", "efficient", "reference", "sdpa"])
@@ -197,9 +217,11 @@ def test_resolve_says_why_a_kernel_cannot_run() -> None:
     q, v = torch.empty(1, 1, 2, 4), torch.empty(1, 1, 2, 3)
     assert resolve("auto", q, q) is KERNELS["sdpa"]
     assert resolve("reference", q, v) is KERNELS["reference"]
-    for name in ("auto", "sdpa"):
-        with pytest.raises(RefusedError, match=r"one size, got 4 and 3.*attention_backend='ref"):
-            resolve(name, q, v)
+    assert resolve("sdpa", q, v) is KERNELS["sdpa"]
+    for name in ("sdpa", "flash"):
+        with pytest.raises(RefusedError, match=rf"{name} kernel .*attention_backend='reference'"):
+            resolve(name, q, v, Scores(softcap=2.0))
+    assert isinstance(resolve("auto", q, v, Scores(softcap=2.0)), Reference)
     meta = torch.empty(1, 1, 2, 4, device="meta")
     with pytest.raises(RefusedError, match="no path for meta tensors"):
         resolve("auto", meta, meta)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 from lightning_cp import attend
 from lightning_cp.errors import BatchError, ContextParallelError
-from lightning_cp.mask import Documents, Mask, Rect, rows_of
+from lightning_cp.mask import Documents, Mask, Rect, Visibility, rows_of
 from lightning_cp.spans import Span
 from tests._harness.simulate import Bools, dense, masks
 
@@ -22,7 +22,7 @@ quick = settings(deadline=None, max_examples=100)
 
 def extents(mask: Mask) -> tuple[int, int, int]:
     return (
-        len(mask.keys or rows_of(mask.documents) or (None,)),
+        len(mask.keys or rows_of(mask.documents) or mask.prefix or (None,)),
         mask.q_length + PAST,
         mask.kv_length + PAST,
     )
@@ -84,6 +84,22 @@ def test_rects_cover_the_dense_matrix_once(mask: Mask) -> None:
         (Mask(4, 4, False, window=(0, 0)), "x... .x.. ..x. ...x"),
         (Mask(4, 4, documents=(0, 1, 4), window=(1, 1)), "x... .x.. .xx. ..xx"),
         (Mask(4, 2, False, window=(1, 0)), "x. xx .x .."),
+        (Mask(5, 5, chunk=2), "x.... xx... ..x.. ..xx. ....x"),
+        (Mask(5, 5, False, chunk=3), "xxx.. xxx.. xxx.. ...xx ...xx"),
+        (Mask(5, 5, False, keys=((1, 5),), chunk=2), "..... .xx.. .xx.. ...xx ...xx"),
+        (Mask(5, 5, documents=(0, 3, 5), chunk=2), "x.... xx... ..x.. ...x. ...xx"),
+        (
+            Mask(6, 6, False, (0, 3, 6), ((2, 6),), chunk=2),
+            "...... ...... ..x... ...xx. ...xx. .....x",
+        ),
+        (Mask(3, 5, False, chunk=2), "xx... xx... ..xx."),
+        (Mask(4, 4, prefix=(2,)), "xx.. xx.. xxx. xxxx"),
+        (Mask(2, 4, prefix=(3,)), "xxx. xxx."),
+        (Mask(4, 4, documents=(0, 2, 4), prefix=(3,)), "xx.. xx.. ..x. ..xx"),
+        (Mask(4, 4, window=(1, None), prefix=(3,)), "xxx. xxx. .xx. ..xx"),
+        (Mask(4, 4, window=(None, 1), prefix=(4,)), "xx.. xxx. xxxx xxxx"),
+        (Mask(4, 4, keys=((1, 4),), prefix=(3,)), ".xx. .xx. .xx. .xxx"),
+        (Mask(4, 4, chunk=3, prefix=(2,)), "xx.. xx.. xxx. ...x"),
         (Mask(4, 4, keys=((1, 3),), window=(1, None)), ".... .x.. .xx. ..x."),
     ],
 )
@@ -214,3 +230,32 @@ def test_what_is_no_window_is_refused(window: Any) -> None:
     q = torch.zeros(1, 1, 4, 2)
     with pytest.raises(BatchError, match=r"must be \(left, right\)"):
         attend(q, q, q, window=window)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"chunk": 0}, "chunk=0 must be a positive integer"),
+        ({"chunk": True}, "chunk=True must be a positive integer"),
+        ({"prefix": ()}, r"prefix=\(\) must be a tuple"),
+        ({"prefix": (3, -1)}, r"prefix=\(3, -1\) must be a tuple"),
+        ({"prefix": (None,)}, "must be a tuple of integers"),
+        ({"prefix": (2,), "is_causal": False}, "no effect without is_causal=True"),
+    ],
+)
+def test_what_is_no_chunk_or_prefix_is_refused(asked: dict[str, Any], message: str) -> None:
+    q = torch.zeros(1, 1, 4, 2)
+    with pytest.raises(BatchError, match=message):
+        Visibility(**asked)
+    with pytest.raises(BatchError, match=message):
+        Mask(4, 4, **asked)
+    with pytest.raises(BatchError, match=message):
+        attend(q, q, q, **{"is_causal": True, **asked})
+
+
+def test_prefixes_of_other_numbers_of_rows_are_refused() -> None:
+    q = torch.zeros(3, 1, 4, 2)
+    with pytest.raises(BatchError, match=r"prefixes of 2 batch rows for .* 3 rows"):
+        attend(q, q, q, is_causal=True, prefix=(1, 2))
+    with pytest.raises(BatchError, match="visible keys of 3 and prefixes of 2"):
+        Mask(4, 4, keys=((0, 4),) * 3, prefix=(1, 2))

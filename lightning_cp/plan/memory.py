@@ -67,6 +67,19 @@ class Sizes(NamedTuple):
         """Elements of a row of keys and values."""
         return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
 
+    @property
+    def filled(self) -> "Sizes":
+        """The sizes that a kernel for keys and values of one size works on."""
+        size = max(self.head_dim, self.value_dim)
+        return self._replace(head_dim=size, value_dim=size)
+
+    def copies(self, q_rows: int, k_rows: int, *, backward: bool) -> int:
+        """Elements of a block's tensors that are filled up with zeros."""
+        size, short = max(self.head_dim, self.value_dim), self.head_dim - self.value_dim
+        keys = k_rows * self.kv_heads * (short != 0)
+        queries = q_rows * self.heads * ((short < 0) + 2 * backward * (short > 0))
+        return self.batch * size * (keys + queries)
+
 
 def state_size(itemsize: int, rounds: int) -> int:
     """Bytes of an element of a running result of so many rounds: at least float, see `MANY`."""
@@ -162,14 +175,15 @@ def _arriving(step: Round, group: Sizes) -> int:
 
 def _part(step: Round, group: Sizes, *, merged: bool) -> int:
     """The most that a block needs: its mask while it is made, or its output, LSE and merging."""
-    row = group.out * group.itemsize + group.batch * group.heads * group.wire
+    row = group.filled.out * group.itemsize + group.batch * group.heads * group.wire
     found = 0
     for q, k, banded in _blocks(step):
         mask = banded * q * k * group.itemsize
         making = mask + banded * 2 * q * k
         merging = min(q * group.out, CHUNK) * group.state
         merging *= merged and group.state != group.itemsize
-        found = max(found, making, mask + q * row, q * row + merging)
+        copies = group.copies(q, k, backward=False) * group.itemsize
+        found = max(found, copies + making, copies + mask + q * row, q * row + merging)
     return found
 
 
@@ -179,11 +193,12 @@ def _parts(step: Round, group: Sizes) -> int:
 
 
 def _gradients(q: int, k: int, banded: bool, group: Sizes) -> int:
-    grads = q * group.query + k * group.pair
+    wide, copies = group.filled, group.copies(q, k, backward=True)
+    grads = q * wide.query + k * wide.pair
     mask = banded * q * k
     if group.itemsize == 2 and slow_in_half(q, k):
-        return (2 * grads + 2 * q * group.out + mask) * group.wire
-    return (grads + mask) * group.itemsize
+        return (2 * grads + 2 * q * wide.out + mask) * group.wire
+    return (grads + mask + copies) * group.itemsize
 
 
 def _blocks(step: Round) -> Iterator[tuple[int, int, bool]]:

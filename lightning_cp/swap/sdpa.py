@@ -67,7 +67,7 @@ def scaled_dot_product_attention(
             )
             return together(out)
         _refuse_wrappers(context, query, key, value)
-        _refuse(context, query, key, attn_mask, dropout_p)
+        refuse(context, query, key, attn_mask, dropout_p)
     if query.shape[:-3] != key.shape[:-3] and query.ndim > 3:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
@@ -114,9 +114,14 @@ def _batched(x: Tensor) -> Tensor:
     return x.flatten(0, -4)
 
 
-def _refuse(
+def refuse(
     context: Context, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float
 ) -> None:
+    """Refuse dropout, and a mask that is not the batch's padding.
+
+    Raises:
+        RefusedError: where there is one.
+    """
     if dropout_p > 0:
         raise RefusedError(
             f"{caller(context)}: attention dropout of {dropout_p} in training is not supported "

@@ -19,6 +19,7 @@ from lightning_cp.mask import Mask, Window
 from lightning_cp.plan import SCHEDULES
 from lightning_cp.sequences import Sequence
 from lightning_cp.spans import Span
+from tests._harness.asked import ASKED, Asked
 
 DTYPES = {
     "fp64": torch.float64,
@@ -53,12 +54,14 @@ LAYOUT_MAKERS: Mapping[str, Callable[[int, int], Layout]] = {
 
 
 class Shown(NamedTuple):
-    """Causality, cumulative document lengths, visible keys of every row, and the window."""
+    """What a mask has besides lengths: the call's, and those of the batch."""
 
     is_causal: bool = True
     documents: tuple[int, ...] | None = None
     keys: tuple[Span, ...] | None = None
     window: Window | None = None
+    chunk: int | None = None
+    prefix: tuple[int, ...] | None = None
 
 
 def _cumulative(lengths: list[int]) -> tuple[int, ...]:
@@ -113,6 +116,12 @@ MASKS: Mapping[str, Callable[[int, int], Shown]] = {
     "docs35window": lambda s, b: Shown(documents=_documents(3, 5)(s, b), window=(s // 4, None)),
     "leftwindow": lambda s, b: Shown(False, keys=_left(s, b), window=(2, 1)),
     "hiddenwindow": lambda s, b: Shown(keys=_hidden(s, b), window=(s // 6, 0)),
+    "chunk": lambda s, b: Shown(chunk=s // 3 + 1),
+    "leftchunkfull": lambda s, b: Shown(False, keys=_left(s, b), chunk=s // 4 + 1),
+    "docs35prefix": lambda s, b: Shown(documents=_documents(3, 5)(s, b), prefix=(s // 2,)),
+    "prefixwindow": lambda s, b: Shown(
+        window=(s // 3, s // 6), prefix=tuple((row + 1) * s // 3 for row in range(b))
+    ),
 }
 """From length and rows of a batch to what its tokens see."""
 
@@ -133,6 +142,7 @@ class Cell:
     kernel: str
     dummies: int
     strides: str
+    terms: str = "plain"
 
     def __str__(self) -> str:
         """The id of the test."""
@@ -140,13 +150,13 @@ class Cell:
         return (
             f"W{self.world}-{self.exchange}-{self.layout}-{self.mask}-S{self.length}"
             f"+{self.dummies}-B{self.batch}-H{heads}-D{self.head_dim}-{self.dtype}-{self.kernel}"
-            f"-{self.strides}"
+            f"-{self.strides}{'' if self.terms == 'plain' else '-' + self.terms}"
         )
 
     @property
     def sequence(self) -> Sequence:
         """The sequence with its layout, documents and padding."""
-        shown = MASKS[self.mask](self.length, self.batch)
+        shown = self.shown
         layout = LAYOUT_MAKERS[self.layout](self.length + self.dummies, self.world)
         return Sequence(
             layout=layout,
@@ -159,7 +169,7 @@ class Cell:
     @property
     def is_causal(self) -> bool:
         """Whether keys after the query are hidden."""
-        return MASKS[self.mask](self.length, self.batch).is_causal
+        return self.shown.is_causal
 
     @property
     def scale(self) -> float:
@@ -167,20 +177,26 @@ class Cell:
         return float(self.head_dim**-0.5 if self.batch % 2 == 0 else 0.3)
 
     @property
-    def window(self) -> Window | None:
-        """How far a query sees."""
-        return MASKS[self.mask](self.length, self.batch).window
+    def shown(self) -> Shown:
+        """What its tokens see."""
+        return MASKS[self.mask](self.length, self.batch)
 
     @property
-    def options(self) -> tuple[bool, float, int, int]:
+    def asked(self) -> Asked:
+        """What its scores are made of."""
+        return ASKED[self.terms](self.heads[0])
+
+    @property
+    def options(self) -> tuple[Any, ...]:
         """What the operator gets besides tensors."""
-        before, after = (-1 if side is None else side for side in self.window or (None, None))
-        return self.is_causal, self.scale, before, after
+        shown = self.shown
+        before, after = (-1 if side is None else side for side in shown.window or (None, None))
+        limits = shown.is_causal, self.scale, before, after, shown.chunk or 0, shown.prefix
+        return *limits, *self.asked.options()
 
     def mask_of(self) -> Mask:
         """What the whole sequence sees."""
-        shown = MASKS[self.mask](self.length, self.batch)
-        return Mask(self.length, self.length, *shown)
+        return Mask(self.length, self.length, *self.shown)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Whole q, k, v and the gradient of the output, the same on every rank."""
@@ -204,7 +220,7 @@ class Cell:
             meta=None,
             sequences={"sequence": self.sequence},
             exchange=self.exchange,
-            kernel=self.kernel,
+            kernel="auto" if self.terms not in ("plain", "sinks") else self.kernel,
             log=CallLog(),
         )
 
@@ -222,12 +238,13 @@ AXES: Mapping[str, tuple[Any, ...]] = {
     "kernel": ("sdpa", "reference"),
     "dummies": (0, 5),
     "strides": ("contiguous", "transposed", "expanded"),
+    "terms": ("plain", "plain", "plain", *ASKED),  # by weight
 }
 
 TRIPLES = ("exchange", "layout", "mask")
 """Axes of which every combination is in the list."""
 
-DEFAULT, EVERYTHING = 470, 1900
+DEFAULT, EVERYTHING = 560, 2100
 """How many cells the default run has, and how many there are."""
 
 Pair = tuple[tuple[str, Any], tuple[str, Any]]

@@ -192,6 +192,67 @@ CAUSAL = {
 BIDIRECTIONAL = {**BOTH, "packed": Style(lambda: packed((5, 14), (2, 2, 15)), everything)}
 """transformers keeps documents apart in causal models alone."""
 
+NARROW = {"sliding_window": 5, "attn_implementation": "eager" if VERSION > 4 else "sdpa"}
+
+EXPERTS = {"experts_implementation": "eager"}
+"""The others take no doubles."""
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral": ("Mistral.ForCausalLM", {"sliding_window": 5}),
+    "gemma2": ("Gemma2.ForCausalLM", {**NARROW, "attn_logit_softcapping": 0.5}),
+    "gemma3": ("Gemma3Text.Gemma3ForCausalLM", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "gpt-oss": ("GptOss.ForCausalLM", {**NARROW, "num_local_experts": 4, **EXPERTS}),
+    "qwen3": ("Qwen3.ForCausalLM", {"use_sliding_window": True, "sliding_window": 4}),
+    "modernbert": ("ModernBert.ForMaskedLM", {"local_attention": 6, "pad_token_id": 0}),
+    "deepseek": ("DeepseekV3.ForCausalLM", {}),
+    "llama4": ("Llama4Text.Llama4ForCausalLM", {"attention_chunk_size": 5}),
+}
+"""Models whose layers see windows or chunks, cap their scores, or have sinks; by their classes."""
+
+MORE: dict[str, dict[str, Any]] = {
+    "qwen3": {"max_window_layers": 1},
+    "modernbert": {
+        "global_attn_every_n_layers": 2,
+        "attention_dropout": 0.0,
+        "reference_compile": False,
+        "classifier_dropout": 0.0,
+    },
+    "deepseek": {
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "first_k_dense_replace": 2,
+    },
+    "llama4": {
+        "attn_temperature_tuning": False,
+        "intermediate_size_mlp": 24,
+        "num_local_experts": 2,
+        "no_rope_layers": [1, 0],
+        "moe_layers": [],
+    },
+}
+
+
+def family(name: str, **changed: Any) -> nn.Module:
+    """A toy model of `FAMILIES` in double, in training mode, with the same weights everywhere."""
+    stem, options = FAMILIES[name]
+    kind, _, head = stem.partition(".")
+    heads = {"num_key_value_heads": 2, "head_dim": 8}
+    given = {**COMMON, **heads, **options, **MORE.get(name, {}), **changed}
+    if name in ("modernbert", "deepseek"):
+        del given["head_dim"]
+    torch.manual_seed(11)
+    config = getattr(transformers, f"{kind}Config")(**given)
+    class_name = head if head.startswith(kind[:5]) else f"{kind}{head}"
+    model: nn.Module = getattr(transformers, class_name)(config).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.train()
+
+
 STYLES = {"llama": CAUSAL, "qwen3": CAUSAL, "gpt2": CAUSAL, "bert": BIDIRECTIONAL}
 
 
@@ -207,12 +268,21 @@ def model_of(name: str, style: Style) -> nn.Module:
 
 @contextmanager
 def in_double() -> Iterator[None]:
-    """The models' own casts to float32 give float64: of logits before the loss, and in norms."""
+    """The models' own casts to float32 give float64: of logits, in norms, and in softmax."""
     before: Callable[..., Tensor] = Tensor.to
 
     def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raised = (torch.float64 if arg is torch.float32 else arg for arg in args)
         return before(self, *raised, **kwargs)
 
-    with patch.object(Tensor, "float", Tensor.double), patch.object(Tensor, "to", to):
+    softmax: Callable[..., Tensor] = nn.functional.softmax
+
+    def raising(*args: Any, dtype: Any = None, **kwargs: Any) -> Tensor:
+        return softmax(*args, dtype=None if dtype is torch.float32 else dtype, **kwargs)
+
+    with (
+        patch.object(Tensor, "float", Tensor.double),
+        patch.object(Tensor, "to", to),
+        patch.object(nn.functional, "softmax", raising),
+    ):
         yield

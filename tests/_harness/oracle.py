@@ -10,8 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.mask import Mask
+from tests._harness.asked import Asked
 from tests._harness.simulate import dense
+
+PLAIN = Asked()
 
 
 class Answer(NamedTuple):
@@ -34,42 +38,94 @@ def visible(mask: Mask, batch: int, q_size: int, kv_size: int) -> Tensor:
     return torch.from_numpy(seen.copy()).unsqueeze(1)
 
 
+def sighted(mask: Mask, shape: tuple[int, ...], asked: Asked) -> Tensor:
+    """Which queries of a sequence with itself see a key: bool `[B, H, S]`, of that shape."""
+    batch, _, size = shape
+    hidden = ~visible(mask, batch, size, size)
+    return (~asked.biased(torch.zeros(*shape, size), hidden)[1]).any(-1).expand(shape)
+
+
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Mask, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    asked: Asked = PLAIN,
 ) -> Answer:
     """Softmax attention and its gradients in double, whatever the dtype of the inputs.
 
     Args:
         q: `[B, H, S, D]`.
-        k: `[B, Hk, Sk, D]`, `H` a multiple of `Hk`.
+        k: `[B, Hk, S, D]`, `H` a multiple of `Hk`.
         v: `[B, Hk, Sk, Dv]`.
         grad_out: `[B, H, S, Dv]`.
         mask: who sees whom; positions past its lengths are dummies.
         scale: factor on the scores, `1 / sqrt(D)` where None.
+        asked: what else scores are made of.
     """
     inputs = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = _written_out(*inputs, mask=mask, scale=scale, asked=asked)
+    grads = torch.autograd.grad(out, inputs, grad_out.double())
+    return Answer(out.detach(), lse.detach(), *grads)
+
+
+def learned(
+    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Mask, *, scale: float, asked: Asked
+) -> dict[str, Tensor]:
+    """The gradients of what scores are made of, by name; arguments as those of `attention`."""
+    asked = asked.learning(lambda x: x.detach().double().requires_grad_())
+    inputs = [x.detach().double() for x in (q, k, v)]
+    out, _ = _written_out(*inputs, mask=mask, scale=scale, asked=asked)
+    grads = torch.autograd.grad(out, list(asked.learned.values()), grad_out.double())
+    return dict(zip(asked.learned, grads, strict=True))
+
+
+def _written_out(
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Mask, scale: float | None, asked: Asked
+) -> tuple[Tensor, Tensor]:
+    """Output and LSE in the dtype of the inputs."""
     repeats = q.shape[1] // k.shape[1]
-    wide = [x.repeat_interleave(repeats, 1) for x in inputs[1:]]
+    wide = [x.repeat_interleave(repeats, 1) for x in (k, v)]
     factor = q.shape[3] ** -0.5 if scale is None else scale
+    asked = asked.learning(lambda x: x.to(q.dtype))
     hidden = ~visible(mask, q.shape[0], q.shape[2], k.shape[2])
-    scores = (inputs[0] @ wide[0].mT * factor).masked_fill(hidden, float("-inf"))
-    highest = scores.detach().amax(-1, keepdim=True) if k.shape[2] else scores.new_zeros(1)
+    scores, hidden = asked.biased(q @ wide[0].mT * factor, hidden)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if asked.sinks is not None:
+        sinks = asked.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores, wide[1] = torch.cat((scores, sinks), -1), F.pad(wide[1], (0, 0, 0, 1))
+    highest = scores.detach().amax(-1, keepdim=True) if scores.shape[3] else scores.new_zeros(1)
     weights = (scores - highest.masked_fill(highest == float("-inf"), 0)).exp()
     total = weights.sum(-1, keepdim=True)
     out = weights @ wide[1] / total.masked_fill(total == 0, 1)
-    grads = torch.autograd.grad(out, inputs, grad_out.double())
-    return Answer(out.detach(), scores.detach().logsumexp(-1), *grads)
+    return out, scores.logsumexp(-1)
 
 
 def single_device(
-    q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, mask: Mask, *, scale: float | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    mask: Mask,
+    *,
+    scale: float | None = None,
+    asked: Asked = PLAIN,
 ) -> Answer:
     """What torch's own kernel of the same dtype gives for the whole sequence: the yardstick.
+
+    Where scores have terms, or keys and values are of two sizes, it is plain maths in that dtype.
 
     Returns:
         The names of `Answer`, in the dtype of the inputs; `lse` in float for half precision.
     """
     q, k, v = inputs = tuple(x.detach().clone().requires_grad_() for x in (q, k, v))
+    if asked is not PLAIN or q.shape[3] != v.shape[3]:
+        out, logs = _written_out(q, k, v, mask=mask, scale=scale, asked=asked)
+        grads = torch.autograd.grad(out, inputs, grad_out)
+        return Answer(out.detach(), logs.detach().to(state_dtype(q.dtype)), *grads)
     seen = visible(mask, q.shape[0], q.shape[2], k.shape[2])
     out = F.scaled_dot_product_attention(
         q, k, v, attn_mask=seen, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -24,7 +24,9 @@ class Case(NamedTuple):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Batch, queries and keys, dummies included."""
-        rows = len(self.mask.keys or rows_of(self.mask.documents) or (None, None))
+        rows = len(
+            self.mask.keys or rows_of(self.mask.documents) or self.mask.prefix or (None, None)
+        )
         return rows, self.q_layout.length, self.kv_layout.length
 
     def dense(self) -> Bools:

@@ -196,8 +196,6 @@ def dense(mask: Mask, shape: tuple[int, int, int]) -> Bools:
     _, q_size, kv_size = shape
     q, k = np.arange(q_size)[:, None], np.arange(kv_size)[None, :]
     seen = (q < mask.q_length) & (k < mask.kv_length)
-    if mask.is_causal:
-        seen &= q >= k
     before, after = mask.window or (None, None)
     if before is not None:
         seen &= k >= q - before
@@ -205,10 +203,18 @@ def dense(mask: Mask, shape: tuple[int, int, int]) -> Bools:
         seen &= k <= q + after
     found = np.stack([seen] * shape[0])
     for row in range(shape[0]):
+        first = mask.keys[row][0] if mask.keys else 0
+        prefix = ((mask.prefix or (0,)) * shape[0])[row]
+        if mask.is_causal:
+            found[row] &= (q >= k) | ((q < prefix) & (k < prefix))
         edges = mask.documents or ()
         own = edges[row] if edges and isinstance(edges[0], tuple) else edges
         ids = np.repeat(np.arange(len(own) - 1), np.diff(own)) if own else np.zeros(0, np.int64)
         found[row, : ids.size, : ids.size] &= ids[:, None] == ids[None, :]
+        if mask.chunk is not None:
+            starts = np.full(kv_size, first)
+            starts[: ids.size] = np.maximum(first, np.asarray(own, dtype=np.int64)[ids])
+            found[row] &= (q - starts) // mask.chunk == (k - starts) // mask.chunk
         if mask.keys:
             start, stop = mask.keys[row]
             found[row] &= (start <= k) & (k < stop)
@@ -239,8 +245,17 @@ def masks(draw: st.DrawFn, *, max_length: int = 40, max_batch: int = 3) -> Mask:
     rows = st.lists(spans_within(kv_length), min_size=batch, max_size=batch).map(tuple)
     side = st.none() | st.integers(0, max_length // 2)
     window = st.none() | st.tuples(side, side)
+    is_causal = draw(st.booleans())
+    prefixes = st.lists(st.integers(0, max_length), min_size=batch, max_size=batch).map(tuple)
     return Mask(
-        q_length, kv_length, draw(st.booleans()), documents, draw(st.none() | rows), draw(window)
+        q_length,
+        kv_length,
+        is_causal,
+        documents,
+        draw(st.none() | rows),
+        draw(window),
+        draw(st.none() | st.integers(1, max_length // 2)),
+        draw(st.none() | prefixes) if is_causal else None,
     )
 
 

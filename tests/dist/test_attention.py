@@ -94,8 +94,9 @@ def judge(cell: Cell, shards: list[oracle.Answer]) -> None:
     """Every tensor of every rank against the oracle."""
     whole = cell.tensors()
     mask, layout = cell.mask_of(), cell.sequence.layout
-    answer = oracle.attention(*whole, mask, scale=cell.scale)
-    baseline = oracle.single_device(*whole, mask, scale=cell.scale)
+    asked = oracle.PLAIN if cell.terms == "plain" else cell.asked
+    answer = oracle.attention(*whole, mask, scale=cell.scale, asked=asked)
+    baseline = oracle.single_device(*whole, mask, scale=cell.scale, asked=asked)
     for rank, found in enumerate(shards):
         part = layout.positions(rank)
         for name, got, truth, plain in zip(NAMES, found, answer, baseline, strict=True):
@@ -103,7 +104,7 @@ def judge(cell: Cell, shards: list[oracle.Answer]) -> None:
             half = cell.dtype in ("bf16", "fp16")
             assert got.dtype == (torch.float32 if name == "lse" and half else DTYPES[cell.dtype])
             assert_as_accurate(got, truth, plain, where=where, part=part)
-        hidden = answer.lse[:, :, part] == float("-inf")
+        hidden = ~oracle.sighted(mask, answer.lse.shape, asked)[:, :, part]
         for name in ("out", "dq"):
             assert not getattr(found, name)[hidden].any(), f"rank {rank}: {cell}: blind rows"
 
@@ -220,7 +221,7 @@ def run_with(rank: int, world: int, cell: Cell, changes: list[tuple[int, int, fl
             x[:, :, start:stop] += value
     q, k, v, grad = (layout.shard(x, rank=rank, dim=2).requires_grad_() for x in whole)
     with SLOT.activate(cell.context(rank, dist.group.WORLD)):
-        out = attend(q, k, v, is_causal=cell.is_causal, scale=cell.scale, window=cell.window)
+        out = attend(q, k, v, is_causal=cell.is_causal, scale=cell.scale, window=cell.shown.window)
         grads = torch.autograd.grad(out, (q, k, v), grad)
     return pickle.dumps(dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads), strict=True)))
 

@@ -39,6 +39,7 @@ class Case(NamedTuple):
     dtype: torch.dtype
     heads: tuple[int, int] = (4, 4)
     head_dim: int = 32
+    value_dim: int = 32
 
     def plan(self, rank: int, world: int) -> object:
         layout = LAYOUTS[self.layout](self.mask.q_length, world)
@@ -72,6 +73,10 @@ OPTIONS = [
     Case(Direct(half_grads=True), "zigzag", MASKS[1], torch.bfloat16),
     Case(Ring(half_grads=True), "contiguous", MASKS[0], torch.bfloat16),
 ]
+CASES += [
+    Case("direct", "zigzag", MASKS[0], dtype, (4, 4), *sizes)
+    for dtype, sizes in product((torch.float32, torch.bfloat16), ((48, 32), (32, 48)))
+]
 
 
 def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory, Memory]]:
@@ -80,8 +85,9 @@ def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory,
     for case in cases:
         plan = case.plan(rank, world)
         heads, kv_heads = case.heads
-        q, grad = torch.randn(2, 1, heads, plan.q_size, case.head_dim).to(case.dtype)
-        k, v = torch.randn(2, 1, kv_heads, plan.kv_size, case.head_dim).to(case.dtype)
+        shapes = (heads, plan.q_size), (kv_heads, plan.kv_size)
+        q, k = (torch.randn(1, *shape, case.head_dim).to(case.dtype) for shape in shapes)
+        grad, v = (torch.randn(1, *shape, case.value_dim).to(case.dtype) for shape in shapes)
         options = {"scale": 0.1, "link": GroupLink(dist.group.WORLD)}
         kernel = KERNELS["sdpa"]
         with MemoryTracker() as forward:
@@ -90,7 +96,11 @@ def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory,
         with MemoryTracker() as backward:
             executor.run(executor.backward(plan, kernel, saved, k, v, **options))
         said = plan.memory(
-            heads=heads, kv_heads=kv_heads, head_dim=case.head_dim, itemsize=q.itemsize
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=case.head_dim,
+            value_dim=case.value_dim,
+            itemsize=q.itemsize,
         )
         found.append((said, Memory(forward.peak, backward.peak)))
     return found

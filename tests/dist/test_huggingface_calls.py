@@ -104,33 +104,23 @@ PADDED = hf.BOTH["padded-left"].batch
 PACKED = hf.CAUSAL["packed"].batch
 
 ROPE = "rope_parameters" if hf.VERSION > 4 else "rope_scaling"
-NEW = ("sinks", "weights", "positions-from-a-mask")
+NEW = ("weights", "positions-from-a-mask")
 """Cases whose message is another one with version 4, where less can be replaced."""
 
 WRONG = {
-    "window": Wrong(
+    "window-without-mask": Wrong(
         tiny("Qwen3.ForCausalLM", use_sliding_window=True, sliding_window=4, max_window_layers=0),
         hf.plain,
-        ids,
-        ("window of 4 tokens in sequences of 19", "turn sliding windows off"),
+        lambda model, batch: model(
+            input_ids=batch["input_ids"], attention_mask={"sliding_attention": None}
+        ),
+        ("window of 4 tokens in sequences of 19", "made no mask with that window"),
     ),
     "dropout": Wrong(
         llama(attention_dropout=0.1),
         hf.plain,
         ids,
         ("'model.layers.0.self_attn' (LlamaAttention, modeling_llama.py:", "dropout of 0.1"),
-    ),
-    "soft-cap": Wrong(
-        tiny("Gemma2.ForCausalLM", head_dim=8, attn_logit_softcapping=30.0),
-        hf.plain,
-        ids,
-        ("self_attn' (Gemma2Attention", "soft cap on the scores (softcap)"),
-    ),
-    "sinks": Wrong(
-        tiny("GptOss.ForCausalLM", head_dim=8, num_local_experts=2, sliding_window=64),
-        hf.plain,
-        ids,
-        ("attention sinks (s_aux)",),
     ),
     "weights": Wrong(
         llama(attn_implementation="eager"),

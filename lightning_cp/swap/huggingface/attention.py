@@ -4,8 +4,10 @@ Legend: B batch, H query heads, K key heads, S local tokens, D head size.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,21 +18,26 @@ from torch.nn.functional import scaled_dot_product_attention
 from lightning_cp.attention import attend
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
-from lightning_cp.mask import Edges, Mask
+from lightning_cp.mask import Edges, Mask, Visibility
 from lightning_cp.sequences import Sequence
 from lightning_cp.swap.guard import anywhere
 from lightning_cp.swap.huggingface.inputs import ByDistance
+from lightning_cp.swap.sdpa import refuse
 from lightning_cp.swap.where import caller
 
 CAUSAL, FULL = "causal", "bidirectional"
 BASES = {"causal_mask_function": CAUSAL, "bidirectional_mask_function": FULL}
-COMBINED = ("and_masks", "or_masks")
-WINDOWS = ("sliding_window", "chunk_size")
+OVERLAYS: dict[str, Callable[[Mapping[str, Any]], Visibility]] = {
+    "sliding_window_overlay": lambda own: Visibility(window=(own["sliding_window"] - 1, None)),
+    "sliding_window_bidirectional_overlay": lambda own: Visibility(
+        window=(own["sliding_window"], own["sliding_window"])
+    ),
+    "chunked_overlay": lambda own: Visibility(chunk=own["chunk_size"]),
+}
+"""From the name of what makes a mask function, and the function's own values, to what it shows."""
+
 EDGES = ("cu_seq_lens_q", "cu_seq_lens_k")
 REFUSED = {
-    "softcap": "a soft cap on the scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "position_bias": "a bias on the scores",
     "head_mask": "a mask over heads",
     "indices": "a choice of keys by index",
@@ -66,7 +73,7 @@ class Attention:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | Visibility | None = None,
         dropout: float = 0.0,
         scaling: float | None = None,
         is_causal: bool | None = None,
@@ -74,19 +81,20 @@ class Attention:
     ) -> tuple[Tensor, None]:
         """Attention with the signature of transformers, in an active context.
 
-        Causality is resolved as by its "sdpa" function: `is_causal`, else `module.is_causal`, and
-        none where there is a mask over keys alone. A local length of one has no special meaning.
+        Causality is that of the mask, else as with its "sdpa" function: `is_causal`, else
+        `module.is_causal`, and none where there is a mask over keys alone.
 
         Args:
             module: the attention module.
             query: `[B, H, S, D]`.
             key: `[B, K, S, D]`, `H` a multiple of `K`.
             value: `[B, K, S, D]`.
-            attention_mask: None, or the batch's padding as `[B, S]` or `[B, 1, 1, S]`.
+            attention_mask: None; the batch's padding as `[B, S]` or `[B, 1, 1, S]`; or what `mask`
+                said that this layer sees.
             dropout: must be 0.
             scaling: factor on the scores.
             is_causal: hide keys after the query.
-            kwargs: what else the model passes on; what would change the result is refused.
+            kwargs: what else the model passes on; what cannot be computed is refused.
 
         Returns:
             Output `[B, S, H, D]`, and None for the weights, which never exist.
@@ -99,24 +107,23 @@ class Attention:
         if isinstance(bias, ByDistance):
             del kwargs["position_bias"]
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        self._refuse(context, causal, key.shape[2], kwargs)
-        if attention_mask is not None and attention_mask.ndim == 2:
-            attention_mask = (attention_mask != 0)[:, None, None, :]
-        elif attention_mask is not None:
+        sees = attention_mask if isinstance(attention_mask, Visibility) else None
+        self._refuse(context, causal, key.shape[2], kwargs, sees)
+        padding = attention_mask if isinstance(attention_mask, Tensor) else None
+        if padding is not None and padding.ndim == 2:
+            padding = (padding != 0)[:, None, None, :]
+        elif padding is not None:
             causal = False
-        if isinstance(bias, ByDistance) and bias.numbers is not None:
-            given = query, key, value
-            return _biased(context, given, bias.numbers, causal, scaling, dropout), None
-        out = scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=attention_mask,
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        terms = _terms(kwargs, bias)
+        if sees is None and not terms:
+            grouped = query.shape[1] != key.shape[1]
+            call = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
+            out = call(query, key, value, padding, dropout, causal)
+        else:
+            refuse(context, query, key, padding, dropout)
+            attended = _seeing(sees or Visibility(causal))
+            with _named(context):
+                out = attended(query, key, value, scale=scaling, **terms)
         return out.transpose(1, 2).contiguous(), None
 
     def mask(
@@ -125,16 +132,21 @@ class Attention:
         mask_function: Callable[..., Any] | None = None,
         attention_mask: Tensor | None = None,
         **kwargs: Any,
-    ) -> None:
+    ) -> Visibility | None:
         """In place of a function that builds a mask: checks what is asked for, and builds none.
 
+        Returns:
+            What a layer sees that is given this for a mask; None for all that causality shows.
+
         Raises:
-            RefusedError: if the mask is more than causality, padding and the batch's documents.
+            RefusedError: if the mask is more than causality, windows or chunks, padding and the
+                batch's documents.
         """
         context = _context()
         size = kwargs.get("kv_length", 0)
         sequence = _sequence(context, size)
-        kinds = _kinds(context, mask_function, sequence.length)
+        parts = _parts(context, mask_function)
+        kinds = {part for part in parts if isinstance(part, str)}
         seen = self._seen_of(context)
         seen.kinds.setdefault(size, set()).update(kinds)
         packed, seen.packed = seen.packed, False
@@ -149,6 +161,8 @@ class Attention:
                 f"documents='none' to let them"
             )
         _check_padding(context, sequence, attention_mask)
+        overlays = [part for part in parts if isinstance(part, Visibility)]
+        return _combined(CAUSAL in kinds, overlays, sequence.length)
 
     def packed(self, position_ids: Tensor) -> None:
         """In place of the function that looks for packed documents: the context knows them.
@@ -177,7 +191,14 @@ class Attention:
     def _seen_of(self, context: Context) -> Seen:
         return self._seen.setdefault(context, Seen())
 
-    def _refuse(self, context: Context, causal: bool, size: int, kwargs: dict[str, Any]) -> None:
+    def _refuse(
+        self,
+        context: Context,
+        causal: bool,
+        size: int,
+        kwargs: dict[str, Any],
+        sees: Visibility | None,
+    ) -> None:
         for name, what in REFUSED.items():
             if kwargs.get(name) is not None:
                 raise RefusedError(
@@ -196,6 +217,8 @@ class Attention:
                 f"compiled code); put position_ids that start anew with every document into the "
                 f"batch, say documents='position_ids', and leave the lengths out"
             )
+        if sees is not None:
+            return
         _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
         kinds = self._seen_of(context).kinds.get(size, set())
         if len(kinds) == 1 and kinds != {CAUSAL if causal else FULL}:
@@ -218,32 +241,35 @@ class Attention:
         return True
 
 
-def _biased(
-    context: Context,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    table: Tensor,
-    causal: bool,
-    scaling: float | None,
-    dropout: float,
-) -> Tensor:
-    """Attention with a bias by distance, `[B, S, H, D]`."""
-    if dropout > 0:
-        raise RefusedError(
-            f"{caller(context)}: attention dropout of {dropout} in training is not supported "
-            f"under context parallelism beside a bias by distance; set the model's dropout to 0"
-        )
-    try:
-        out = attend(*tensors, is_causal=causal, scale=scaling, relative_bias=table)
-    except RefusedError as error:
-        raise RefusedError(f"{caller(context)}: {error}") from error
-    return out.transpose(1, 2).contiguous()
-
-
 def _folded(sequence: Sequence) -> Edges:
     """Cumulative lengths of the documents of all rows, laid one behind the other."""
     mask = Mask(sequence.length, sequence.length, documents=sequence.documents)
     rows = [mask.edges(row) for row in range(sequence.batch)]
     return (0, *(n * sequence.length + stop for n, row in enumerate(rows) for stop in row[1:]))
+
+
+def _terms(given: Mapping[str, Any], bias: object) -> dict[str, Any]:
+    """What a call does to its scores, as `attend` takes it."""
+    found = {
+        "softcap": given.get("softcap"),
+        "sinks": given.get("s_aux", given.get("sinks")),
+        "relative_bias": bias.numbers if isinstance(bias, ByDistance) else None,
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _seeing(sees: Visibility) -> Callable[..., Tensor]:
+    """`attend` with what a layer sees."""
+    return partial(attend, is_causal=sees.is_causal, window=sees.window, chunk=sees.chunk)
+
+
+@contextmanager
+def _named(context: Context) -> Iterator[None]:
+    """Says in messages who called."""
+    try:
+        yield
+    except RefusedError as error:
+        raise RefusedError(f"{caller(context)}: {error}") from error
 
 
 def _context() -> Context:
@@ -260,33 +286,49 @@ def _sequence(context: Context, size: int) -> Sequence:
         raise RefusedError(f"{caller(context)}: {error}") from error
 
 
-def _kinds(context: Context, function: Callable[..., Any] | None, length: int) -> set[str]:
-    """Kinds of the functions that a mask function is made of; refuses those it does not know."""
+def _parts(context: Context, function: Callable[..., Any] | None) -> list[str | Visibility]:
+    """What a mask function is made of: kinds, and what overlays show; refuses what is unknown."""
     name = getattr(function, "__qualname__", type(function).__name__)
     if name in BASES:
-        return {BASES[name]}
+        return [BASES[name]]
     inner = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     maker = name.split(".")[0]
-    if maker in COMBINED:
+    if maker == "and_masks":
         parts = inner.get("mask_functions", ())
-        return {kind for part in parts for kind in _kinds(context, part, length)}
-    windows = [inner[name] for name in WINDOWS if name in inner]
-    if not windows:
-        raise RefusedError(
-            f"{caller(context)}: a mask of a kind of its own ({name}); context parallelism knows "
-            f"causal and bidirectional attention, padding and documents"
-        )
-    for window in windows:
-        _check_window(context, window, length)
-    return set()
+        return [found for part in parts for found in _parts(context, part)]
+    if maker in OVERLAYS:
+        return [OVERLAYS[maker](inner)]
+    raise RefusedError(
+        f"{caller(context)}: a mask of a kind of its own ({name}); context parallelism knows "
+        f"causal and bidirectional attention, windows, chunks, padding and documents"
+    )
+
+
+def _combined(causal: bool, overlays: list[Visibility], length: int) -> Visibility | None:
+    """What is left of overlays in rows of this length; None where they hide nothing."""
+    windows = [overlay.window for overlay in overlays if overlay.window is not None]
+    chunks = [overlay.chunk for overlay in overlays if overlay.chunk is not None]
+    sides = [
+        min((side for window in windows if (side := window[at]) is not None), default=None)
+        for at in range(2)
+    ]
+    before, after = (None if side is None or side >= length - 1 else side for side in sides)
+    if len(set(chunks)) > 1:
+        raise RefusedError(f"chunks of {sorted(set(chunks))} tokens in one mask; use one size")
+    chunk = chunks[0] if chunks and chunks[0] < length else None
+    if before is None and after is None and chunk is None:
+        return None
+    window = None if before is None and after is None else (before, after)
+    return Visibility(causal, window, chunk)
 
 
 def _check_window(context: Context, window: int | None, length: int) -> None:
+    """A window that no mask told of hides nothing on one device, and something with others."""
     if window is not None and window < length:
         raise RefusedError(
-            f"{caller(context)}: a window of {window} tokens in sequences of {length} tokens; "
-            f"windows are not supported yet, so a window must be as long as the sequence: turn "
-            f"sliding windows off in the model's config, or pass shorter rows"
+            f"{caller(context)}: a window of {window} tokens in sequences of {length} tokens, but "
+            f"the model made no mask with that window; let the model make its masks (pass the "
+            f"padding [B, S] as attention_mask, or none), or turn sliding windows off in its config"
         )
 
 
