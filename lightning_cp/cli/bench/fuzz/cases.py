@@ -71,13 +71,16 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
     length = dice.choice((1, 2, 3, dice.randint(1, most_tokens), dice.randint(1, most_tokens)))
     crossed = dice.random() < 0.15
     kv_length = dice.randint(1, most_tokens) if crossed else length
+    is_causal = dice.random() < 0.6
     mask = Mask(
         length,
         kv_length,
-        dice.random() < 0.6,
+        is_causal,
         None if crossed else _documents(dice, length, batch),
         _keys(dice, kv_length, batch),
         _window(dice, length),
+        dice.choice((None, None, None, dice.randint(1, length))),
+        _prefix(dice, length, batch) if is_causal else None,
     )
     edges = mask.edges(mask.rows[0])
     q_layout = _layout(dice, (*edges[:-1], length + dice.choice((0, 0, 3))), world)
@@ -96,7 +99,7 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
         kernel=kernel,
         dtype=dice.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
         heads=(kv_heads * max(fewest, dice.choice((1, 1, 2, 3, 4))), kv_heads),
-        dims=(head_dim, dice.choice((head_dim, 5)) if kernel == "reference" else head_dim),
+        dims=(head_dim, dice.choice((head_dim, head_dim, 5))),
         batch=batch,
     )
 
@@ -135,6 +138,12 @@ def _window(dice: random.Random, length: int) -> Window | None:
         return None
     sides = [dice.choice((None, 0, 1, dice.randint(0, length))) for _ in range(2)]
     return sides[0], sides[1]
+
+
+def _prefix(dice: random.Random, length: int, batch: int) -> tuple[int, ...] | None:
+    """None, or one for all rows or for each."""
+    rows = dice.choice((0, 0, 0, 1, batch))
+    return tuple(dice.randint(0, length) for _ in range(rows)) or None
 
 
 def _layout(dice: random.Random, edges: Edges, world: int) -> Layout:

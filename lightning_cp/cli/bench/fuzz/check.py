@@ -145,8 +145,6 @@ def visible(case: Case) -> Tensor:
     i, j = torch.arange(q_size)[:, None], torch.arange(kv_size)[None, :]
     mask = case.mask
     seen = (i < mask.q_length) & (j < mask.kv_length)
-    if mask.is_causal:
-        seen &= j <= i
     before, after = mask.window or (None, None)
     if before is not None:
         seen &= j >= i - before
@@ -157,7 +155,15 @@ def visible(case: Case) -> Tensor:
 
 
 def _of_row(mask: Mask, row: int, i: Tensor, j: Tensor) -> Tensor:
-    found = torch.ones(i.shape[0], j.shape[1], dtype=torch.bool)
+    prefix = ((mask.prefix or (0,)) * (row + 1))[row]
+    found = (j <= i) | ((i < prefix) & (j < prefix)) | (not mask.is_causal)
+    if mask.chunk is not None:
+        edges = torch.tensor(mask.edges(row))
+        first = edges[torch.bucketize(j, edges, right=True).clamp(max=len(edges) - 1) - 1]
+        first = first if not mask.keys else first.clamp(min=mask.keys[row][0])
+        found &= (i - first).div(mask.chunk, rounding_mode="floor") == (j - first).div(
+            mask.chunk, rounding_mode="floor"
+        )
     if mask.documents is not None:
         edges = torch.tensor(mask.edges(row))
         found &= torch.bucketize(i, edges, right=True) == torch.bucketize(j, edges, right=True)

@@ -61,9 +61,11 @@ def _kinds(case: Case) -> list[str]:
     mask = case.mask
     kinds = [f"exchange {case.exchange}", f"ranks {case.world}", f"dtype {case.dtype}"]
     kinds += [f"kernel {case.kernel}", "causal" if mask.is_causal else "not causal"]
-    for name in ("documents", "keys", "window"):
+    for name in ("documents", "keys", "window", "chunk", "prefix"):
         if getattr(mask, name) is not None:
             kinds.append({"keys": "padding"}.get(name, name))
+    if case.dims[0] != case.dims[1]:
+        kinds.append("keys and values of two sizes")
     if case.heads[0] != case.heads[1]:
         kinds.append("grouped queries")
     return kinds
