@@ -5,15 +5,20 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_cp.errors import ConfigError
+from lightning_cp.kernels import KERNELS
 from lightning_cp.layout import LAYOUTS, Layout, contiguous, zigzag
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Hybrid, Plan, Schedule, Tile, Traffic, Ulysses, build_plan, uniform
 from lightning_cp.plan.heads import Heads, portions, shares
+from tests._harness import turns
 from tests._harness.planned import Case, cases
+
+SDPA = KERNELS["sdpa"]
 
 HEADS = [(n * ratio, n) for n, ratio in product((1, 2, 3, 5, 8), (1, 2, 4, 7))]
 
@@ -203,3 +208,16 @@ def test_a_head_goes_where_it_is_read(kv_heads: int) -> None:
     assert switch is not None
     assert switch.q == (((0, 3), (9, 12)), ((3, 9),))
     assert switch.shared(8, kv_heads) == (kv_heads == 1)
+
+
+@pytest.mark.parametrize("world", [3, 6])
+def test_members_with_more_groups_of_heads_take_more_turns(world: int) -> None:
+    """Of 8 query heads on 2 key heads, the second of three members reads both key heads."""
+    counts = [len(uniform(share, 4)) for share in shares(8, 2, 3)]
+    assert counts == [1, 2, 1]
+    inputs = turns.tensors(53, heads=(8, 2))
+    mask = Mask.packed((0, 17, 25, 53), is_causal=False)
+    found = turns.run(turns.group(world, Hybrid(3, "ring"), "zigzag", mask), SDPA, inputs)
+    alone = turns.run(turns.group(1, "direct", "contiguous", mask), SDPA, inputs)
+    for x, y in zip(alone, found, strict=True):
+        assert torch.allclose(x, y, rtol=0, atol=1e-13)

@@ -1,6 +1,6 @@
 """Messages between ranks that take turns in one process: for checks, without any communication."""
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -33,6 +33,10 @@ class Mailboxes:
             raise LookupError(f"rank {reader} waits for a message that rank {sender} never sent")
         return left.popleft()
 
+    def holds(self, sender: int, reader: int, role: Role, count: int) -> bool:
+        """Whether so many messages of a sender are there."""
+        return len(self._left[sender, reader, role]) >= count
+
     @property
     def empty(self) -> bool:
         """Whether every message was taken."""
@@ -61,6 +65,14 @@ class Delivery:
         self, boxes: Mailboxes, rank: int, receives: Sequence[Message], role: Role
     ) -> None:
         self._boxes, self._rank, self._receives, self._role = boxes, rank, receives, role
+
+    @property
+    def ready(self) -> bool:
+        """Whether every message is there."""
+        wanted = Counter(peer for peer, _ in self._receives)
+        return all(
+            self._boxes.holds(peer, self._rank, self._role, count) for peer, count in wanted.items()
+        )
 
     def wait(self) -> None:
         """Take every message.

@@ -36,7 +36,14 @@ has a communicator of its own, on which messages are in order."""
 
 
 class Waiting(Protocol):
-    """Messages in flight; their buffers must not be touched before `wait` returns."""
+    """Messages in flight; their buffers must not be touched before `wait` returns.
+
+    Attributes:
+        ready: whether `wait` can return, if only what runs in this process is done meanwhile.
+    """
+
+    @property
+    def ready(self) -> bool: ...
 
     def wait(self) -> None: ...
 
@@ -97,6 +104,8 @@ class _Deferred:
     ) -> None:
         self._link, self._sends, self._receives, self._role = link, sends, receives, role
 
+    ready = True
+
     def wait(self) -> None:
         """Post every message and wait for it."""
         self._link.exchange(self._sends, self._receives, role=self._role).wait()
@@ -105,6 +114,8 @@ class _Deferred:
 
 class Pending:
     """Messages in flight. Buffers must not be touched before `wait` returns."""
+
+    ready = True
 
     def __init__(self, works: Sequence[Any], buffers: Sequence[Tensor]) -> None:
         self._works, self._buffers = works, buffers

@@ -111,6 +111,8 @@ class _PacedWork(Work):
 class _Paced:
     """Messages in flight until the last of them is due."""
 
+    ready = True
+
     def __init__(self, pending: Waiting, due: Sequence[Tensor]) -> None:
         self._pending, self._due = pending, due
 

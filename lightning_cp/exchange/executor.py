@@ -2,8 +2,9 @@
 
 Legend: B batch, H query heads, Hk key heads, S local queries, D head size.
 
-[Note: turns] Forward and backward are generators that give way before every wait for messages.
-One rank runs its own to the end; ranks that share a process take turns, see `together`.
+[Note: turns] Forward and backward are generators that give way before every wait for messages, and
+say for which. One rank runs its own to the end; ranks that share a process take turns, see
+`together`.
 """
 
 from collections.abc import Generator, Sequence
@@ -14,7 +15,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.p2p import Link
+from lightning_cp.comm.p2p import Link, Waiting
 from lightning_cp.exchange import switched
 from lightning_cp.exchange.probe import Probe, silent
 from lightning_cp.exchange.running import RunningAttention, RunningSum
@@ -25,7 +26,7 @@ from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.plan import Heads, Plan, Round, Tile
 
 T = TypeVar("T")
-Turns = Generator[None, None, T]
+Turns = Generator[Waiting, None, T]
 
 
 class Running(NamedTuple):
@@ -112,7 +113,7 @@ def _forward(
         for index, step in enumerate(plan.rounds):
             buffer = here  # gives up the buffer of the round before
             if index:
-                yield
+                yield fetch.pending
                 buffer = fetch.wait()
                 fetch.post(buffer)
             made = call.part(heads, plan, step)
@@ -208,7 +209,7 @@ def _backward(
             if not index:
                 _differentiate(made, step.tiles, rows, buffer, group, group.own)
                 continue
-            yield
+            yield fetch.pending
             buffer = fetch.wait()
             fetch.post(buffer)
             received = empty_pair(buffer, step.size, state_dtype(k.dtype))
@@ -273,7 +274,7 @@ class _Home(NamedTuple):
 def _settle(home: _Home | None) -> Turns[None]:
     if home is None:
         return
-    yield
+    yield home.homing.pending
     home.homing.add()
     if home.completes is not None:
         home.completes.finish()
@@ -327,13 +328,19 @@ def run(turns: Turns[T]) -> T:
 
 
 def together(ranks: Sequence[Turns[T]]) -> list[T]:
-    """Run ranks that share a process, in turns; the results in the order of `ranks`."""
+    """Run ranks that share a process, in turns; the results in the order of `ranks`.
+
+    A rank goes on when its messages are there. Where no rank's are, one goes on nevertheless, and
+    its wait says what is missing.
+    """
     found: dict[int, T] = {}
+    waits: dict[int, Waiting] = {}
     while len(found) < len(ranks):
-        for index, turns in enumerate(ranks):
-            if index not in found:
-                try:
-                    next(turns)
-                except StopIteration as end:
-                    found[index] = end.value
+        left = [index for index in range(len(ranks)) if index not in found]
+        able = [index for index in left if index not in waits or waits[index].ready]
+        for index in able or left[:1]:
+            try:
+                waits[index] = next(ranks[index])
+            except StopIteration as end:
+                found[index] = end.value
     return [found[index] for index in range(len(ranks))]

@@ -12,14 +12,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.p2p import Link
+from lightning_cp.comm.p2p import Link, Waiting
 from lightning_cp.exchange.probe import Probe
 from lightning_cp.exchange.switching import Fetching, Returning, Side
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.plan import Heads, Plan, Switch, uniform
 
-Turns = Generator[None, None, Sequence[Tensor]]
+Turns = Generator[Waiting, None, Sequence[Tensor]]
 
 
 class Forward(Protocol):
@@ -44,7 +44,7 @@ def forward(
     *,
     link: Link,
     probe: Probe,
-) -> Generator[None, None, None]:
+) -> Generator[Waiting, None, None]:
     """Attention of this rank's queries, all heads.
 
     Args:
@@ -62,7 +62,7 @@ def forward(
     coming = Fetching(switch, sides, portions[0], link, probe)
     home: Returning | None = None
     for at, own in enumerate(portions):
-        yield
+        yield coming.pending
         q, k, v = coming.wait()
         if at + 1 < len(portions):
             coming = Fetching(switch, sides, portions[at + 1], link, probe)
@@ -70,12 +70,12 @@ def forward(
         found = yield from attend(uniform(here, ratio), q, k, v)
         del q, k, v
         if home is not None:
-            yield
+            yield home.pending
             home.add()
         home = Returning(switch, found[::-1], targets, own, link=link, probe=probe)
         del found
-    yield
     assert home is not None  # invariant: there is a portion
+    yield home.pending
     home.add()
 
 
@@ -86,7 +86,7 @@ def backward(
     *,
     link: Link,
     probe: Probe,
-) -> Generator[None, None, tuple[Tensor, Tensor, Tensor]]:
+) -> Generator[Waiting, None, tuple[Tensor, Tensor, Tensor]]:
     """Gradients of this rank's queries, keys and values; all inputs travel again.
 
     Args:
@@ -111,7 +111,7 @@ def backward(
     coming = Fetching(switch, sides, portions[0], link, probe)
     home: Returning | None = None
     for at, own in enumerate(portions):
-        yield
+        yield coming.pending
         lse, *rows, keys, values = coming.wait()
         if at + 1 < len(portions):
             coming = Fetching(switch, sides, portions[at + 1], link, probe)
@@ -121,7 +121,7 @@ def backward(
         found = yield from differentiate(uniform(here, ratio), block, keys, values, dtype=dtype)
         del block, keys, values
         if home is not None:
-            yield
+            yield home.pending
             home.add()
         home = Returning(
             switch,
@@ -134,8 +134,8 @@ def backward(
             probe=probe,
         )
         del found
-    yield
     assert home is not None  # invariant: there is a portion
+    yield home.pending
     home.add()
     with probe("copy"):
         return dq, dk.to(k.dtype), dv.to(k.dtype)

@@ -92,13 +92,13 @@ class Fetching:
             )
             receives.append((switch.members[place], flat))
         with probe("communication"):
-            self._pending = link.exchange(_some(sends), _some(receives), role="heads")
+            self.pending = link.exchange(_some(sends), _some(receives), role="heads")
 
     def wait(self) -> list[Tensor]:
         """All tokens of the block, in global order: for every side `[B, H, rows, ...]`."""
         with self._probe("communication"):
-            self._pending.wait()
-        del self._pending
+            self.pending.wait()
+        del self.pending
         with self._probe("copy"):
             sizes = [sum(map(total, side.rows(self._switch))) for side in self._sides]
             whole = [
@@ -175,7 +175,7 @@ class Returning:
             self._parts.append((own[place], parts))
             receives.append((switch.members[place], flat))
         with probe("communication"):
-            self._pending = link.exchange(_some(sends), _some(receives), role="heads")
+            self.pending = link.exchange(_some(sends), _some(receives), role="heads")
         with probe("accumulate" if summed else "copy"):
             for side, x in zip(targets, results, strict=True):
                 at = 0
@@ -187,8 +187,8 @@ class Returning:
     def add(self) -> None:
         """Wait for the messages and put what arrived where it belongs."""
         with self._probe("communication"):
-            self._pending.wait()
-        del self._pending
+            self.pending.wait()
+        del self.pending
         with self._probe("accumulate" if self._summed else "copy"):
             while self._parts:
                 heads, parts = self._parts.pop()

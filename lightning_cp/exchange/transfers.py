@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_cp.comm.p2p import Link
+from lightning_cp.comm.p2p import Link, Waiting
 from lightning_cp.exchange.probe import Probe
 from lightning_cp.exchange.running import RunningSum
 from lightning_cp.plan import Plan, Round, Transfer
@@ -53,6 +53,12 @@ class Fetch:
             self._incoming = _Incoming(step, source, self._link, self._probe)
             return
 
+    @property
+    def pending(self) -> Waiting:
+        """The messages of the round that was posted last."""
+        assert self._incoming is not None  # invariant: posted one round ahead
+        return self._incoming.pending
+
     def wait(self) -> Pair:
         """The buffer of the round that was posted last."""
         assert self._incoming is not None  # invariant: posted one round ahead
@@ -69,13 +75,13 @@ class _Incoming:
             sends = [(t.peer, _packed(source, t.rows, source.k.dtype)) for t in step.sends]
         self._parts = [(t.rows, empty_pair(source, t.size)) for t in step.receives]
         with probe("communication"):
-            self._pending = link.exchange(sends, _messages(step.receives, self._parts))
+            self.pending = link.exchange(sends, _messages(step.receives, self._parts))
 
     def wait(self) -> Pair:
         """Keys and values of the round."""
         with self._probe("communication"):
-            self._pending.wait()
-        del self._pending
+            self.pending.wait()
+        del self.pending
         if len(self._parts) == 1 and self._parts[0][0] == ((0, self._size),):
             return self._parts[0][1]
         with self._probe("copy"):
@@ -115,13 +121,13 @@ class Homing:
         like = Pair(own[0].total, own[1].total)
         self._parts = [(t.rows, empty_pair(like, t.size, wire)) for t in step.collects]
         with probe("communication"):
-            self._pending = link.exchange(sends, _messages(step.collects, self._parts))
+            self.pending = link.exchange(sends, _messages(step.collects, self._parts))
 
     def add(self) -> None:
         """Wait for the messages and add what arrived."""
         with self._probe("communication"):
-            self._pending.wait()
-        del self._pending
+            self.pending.wait()
+        del self.pending
         with self._probe("accumulate"):
             while self._parts:
                 rows, parts = self._parts.pop()

@@ -106,13 +106,13 @@ def _timed(turns: Turns[T], spent: list[float], rank: int, clock: Clock) -> Turn
     while True:
         start = clock()
         try:
-            next(turns)
+            waits = next(turns)
         except StopIteration as end:
             found: T = end.value
             return found
         finally:
             spent[rank] += clock() - start
-        yield
+        yield waits
 
 
 @contextmanager
