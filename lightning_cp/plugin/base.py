@@ -26,6 +26,7 @@ from lightning_cp.plugin.flavor import Flavor
 from lightning_cp.plugin.launching import Launching, StartMethod, checked
 from lightning_cp.plugin.mixin import ContextParallelMixin
 from lightning_cp.plugin.parts import LayerPlan
+from lightning_cp.plugin.signals import Signalled
 from lightning_cp.plugin.windows import GatherWindows
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ OTHERS = {
 
 
 class ContextParallelBase(
-    ContextParallelMixin, Loading, Launching, GatherWindows, Collectives, Host
+    ContextParallelMixin, Loading, Launching, Signalled, GatherWindows, Collectives, Host
 ):
     """Trains on sequences longer than one device can hold, with the user's module unchanged.
 

@@ -80,7 +80,8 @@ class Grouped(Shareable):
 def rows(case: Case, place: Place, rank: int) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Loaders of a virtual device: in every step all devices together read the same samples."""
     data = Text(case, case.samples)
-    own = DistributedSampler(data, place.dp, rank // (place.cp * place.tp), shuffle=False)
+    device = rank // (place.cp * place.tp)
+    own: DistributedSampler[Any] = DistributedSampler(data, place.dp, device, shuffle=False)
     size = GLOBAL // place.dp
     return DataLoader(data, size, sampler=own), DataLoader(Text(case, GLOBAL, first=99), size)
 
