@@ -25,6 +25,9 @@ REST = "meta.pt"
 MODEL, OPTIMIZER = "model", "optimizer_"
 """Keys under which Lightning's `consolidate_checkpoint` looks."""
 
+MODELS = (MODEL, "state_dict")
+"""Keys of the module; the second is that of Lightning's `ModelParallelStrategy`."""
+
 
 def is_folder(path: Path) -> bool:
     """Whether a path is a checkpoint of this kind."""
@@ -34,6 +37,8 @@ def is_folder(path: Path) -> bool:
 def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What every rank writes its parts of, and the rest.
 
+    The state of an optimizer that keeps none is with the rest: a folder of parts would lose it.
+
     Args:
         checkpoint: what Lightning collected, with sharded tensors, and states of optimizers as
             `by_name` gives them.
@@ -41,7 +46,7 @@ def divided(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
     rest = dict(checkpoint)
     parts = {MODEL: rest.pop("state_dict")}
     for index, state in enumerate(rest.pop("optimizer_states", ())):
-        parts[f"{OPTIMIZER}{index}"] = state
+        (parts if state["state"] else rest)[f"{OPTIMIZER}{index}"] = state
     return parts, rest
 
 
@@ -111,14 +116,14 @@ def load(
     places = {
         key: place
         for key, place in metadata.planner_data.items()
-        if place[0] == MODEL or optimizers
+        if place[0] in MODELS or optimizers
     }
     model, parameters = module.state_dict(), dict(module.named_parameters())
     found: dict[str, Any] = {}
     for key, place in places.items():
         kind = metadata.state_dict_metadata[key]
-        like = model.get(place[1]) if place[0] == MODEL else None
-        if place[0] != MODEL and place[1] == "state":
+        like = model.get(place[1]) if place[0] in MODELS else None
+        if place[0] not in MODELS and place[1] == "state":
             like = parameters.get(place[2])
         found[key] = _room(kind, like) if isinstance(kind, TensorStorageMetadata) else None
     _read(found, reader, path)
@@ -126,11 +131,13 @@ def load(
     checkpoint: dict[str, Any] = torch.load(
         path / REST, map_location="cpu", weights_only=weights_only
     )
-    checkpoint["state_dict"] = nested.get(MODEL, {})
-    count = sum(name.startswith(OPTIMIZER) for name in nested)
-    if count:
-        states = [nested[f"{OPTIMIZER}{index}"] for index in range(count)]
-        checkpoint["optimizer_states"] = [{"state": {}, **state} for state in states]
+    checkpoint["state_dict"] = next((nested.pop(key) for key in MODELS if key in nested), {})
+    for name in [name for name in checkpoint if name.startswith(OPTIMIZER)]:
+        nested[name] = checkpoint.pop(name)
+    states = [nested.get(f"{OPTIMIZER}{index}") for index in range(len(nested))]
+    found_states = [{"state": {}, **state} for state in states if state is not None]
+    if found_states and optimizers:
+        checkpoint["optimizer_states"] = found_states
     return checkpoint
 
 
