@@ -140,6 +140,8 @@ class Parts(Host):
                 "the CPU; leave it out"
             )
         module = self.lightning_module
+        if module is not None and self._mesh is not None:
+            _refuse_finders(module.trainer.callbacks)  # type: ignore[attr-defined]
         if module is None or self._shards:
             return
         if self._mesh is not None and self._mesh.topology.tp > 1:
@@ -252,6 +254,15 @@ def refuse_foreign(plugin: Any) -> None:
             f"Trainer(precision='bf16-mixed') or another precision by its name, and mp_policy for "
             f"the dtypes of communication of sharded parameters"
         )
+
+
+def _refuse_finders(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        if "BatchSizeFinder" in [kind.__name__ for kind in type(callback).__mro__]:
+            raise ConfigError(
+                "BatchSizeFinder tries sizes until one rank has no memory left, and the others "
+                "would wait for that rank; choose batch_size without it"
+            )
 
 
 def _refuse_copies(callbacks: list[Any]) -> None:

@@ -16,10 +16,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.tuner import Tuner
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 
-from lightning_cp.errors import CheckpointError
 from lightning_cp.fsdp import whole
 from lightning_cp.plugin.strategy import AsideCheckpointIO
 from tests._harness.models import Case, LanguageModel, Outcome, loaders, outcome, seeded, trainer_of
@@ -115,7 +115,7 @@ def test_what_model_parallel_strategy_reads(options, second, pool, tmp_path):
         assert_same(found, second, 1e-6)
 
 
-@pytest.mark.parametrize("momentum", [0.9, 0.0])
+@pytest.mark.parametrize("momentum", [pytest.param(0.9, marks=pytest.mark.full), 0.0])
 def test_tool_of_lightning_makes_a_file_of_a_folder(momentum, plain, pool, tmp_path):
     """With and without state of the optimizer."""
     one, two = Case(momentum=momentum), Case(momentum=momentum, epochs=2)
@@ -252,6 +252,42 @@ def test_failed_save_stops_all_ranks(options, culprit, pool, tmp_path):
     assert any(not np.array_equal(value, start[name].numpy()) for name, value in found.items())
 
 
+class Rated(LanguageModel):
+    """Has a learning rate to be found, and momentum."""
+
+    lr = 1e-3
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+
+def find_rate(
+    rank: int, world: int, options: dict[str, Any] | None, folder: Path
+) -> tuple[list[float], float]:
+    case = Case(epochs=10)
+    pl.seed_everything(7, verbose=False)
+    model, start = Rated(case), seeded(case).state_dict()
+    run = trainer_of(rank, world, case, options, default_root_dir=folder)
+    finder: Any = Tuner(run).lr_find(
+        model, loaders(case)[0], num_training=12, early_stop_threshold=None
+    )
+    for name, value in model.state_dict().items():
+        assert torch.equal(whole(value, keep=True), start[name]), name
+    assert list(folder.iterdir()) == []
+    return finder.results["loss"], finder.suggestion()
+
+
+@pytest.mark.parametrize(
+    "options", [FOLDER, *(pytest.param(x, marks=pytest.mark.full) for x in (FILE, ASYNC))], ids=str
+)
+def test_learning_rates_are_tried_with_parameters_in_parts(options, pool, tmp_path):
+    """The search ends where it began."""
+    ((losses, rate),) = pool.run(find_rate, None, tmp_path, world=1)
+    for found, suggested in pool.run(find_rate, options, tmp_path, world=2):
+        assert np.abs(np.array(found) - losses).max() <= 1e-5
+        assert suggested == rate
+
+
 class Own(CheckpointIO):
     """Of a user."""
 
@@ -289,7 +325,3 @@ def test_folders_of_another_machine_are_refused(pool):
     for failure in pool.failures(fit_saving, ONE, FOLDER, "memory://a/b.ckpt", world=2):
         assert failure.kind == "ConfigError"
         assert "memory://a/b.ckpt is an address" in failure.message
-
-
-def test_errors_are_of_the_package():
-    assert issubclass(CheckpointError, RuntimeError)
