@@ -7,6 +7,7 @@ ContextParallelError
     RefusedError     (also a RuntimeError)  a call inside a step that would be wrong on shards
     MismatchError    (also a RuntimeError)  ranks of one group disagree
     PeerError        (also a RuntimeError)  another rank failed, or did not answer in time
+    CheckpointError  (also a RuntimeError)  a checkpoint that could not be written or read
     VerificationError  (also a RuntimeError)  a step that differs with context parallelism
     NonFiniteGradientError  (also a RuntimeError)  a norm of gradients that is infinite or NaN
 
@@ -39,6 +40,10 @@ class MismatchError(ContextParallelError, RuntimeError):
 
 class PeerError(ContextParallelError, RuntimeError):
     """Another rank failed or did not answer in time."""
+
+
+class CheckpointError(ContextParallelError, RuntimeError):
+    """A checkpoint that could not be written or read."""
 
 
 class VerificationError(ContextParallelError, RuntimeError):

@@ -43,13 +43,19 @@ def put(path: Path) -> None:
     new, old = _beside(path, "new"), _beside(path, "old")
     _sync(new)
     _remove(old)
-    if path.is_dir() or (new.is_dir() and path.exists()):
+    if path.is_dir() or (new.is_dir() and (path.exists() or path.is_symlink())):
         path.rename(old)
         new.rename(path)
     else:
         new.replace(path)
     _sync_folder(path.parent)
     _remove(old)
+
+
+def forget(path: Path) -> None:
+    """Clear away what a crash left beside a name that is about to be removed."""
+    for what in ("old", "new"):
+        _remove(_beside(path, what))
 
 
 def newest(path: Path) -> Path:
@@ -84,9 +90,17 @@ class WritesAside(Host):
         found = newest(Path(path)) if is_local(path) else path
         return super().load_checkpoint(found, *args, **kwargs)
 
+    def remove_checkpoint(self, path: Any) -> None:
+        """Remove a checkpoint, and what a crash left beside it."""
+        if is_local(path):
+            forget(Path(path))
+        super().remove_checkpoint(path)
+
 
 def _beside(path: Path, what: str) -> Path:
-    return path.with_name(f".{path.name}.{what}")
+    """A hidden name; Lightning takes all that has "hpc_ckpt_" in its name for a checkpoint."""
+    name = path.name.replace("%", "%25").replace("_", "%5F")
+    return path.with_name(f".{name}.{what}")
 
 
 def _remove(path: Path) -> None:

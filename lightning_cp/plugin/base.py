@@ -26,6 +26,7 @@ from lightning_cp.plugin.flavor import Flavor
 from lightning_cp.plugin.launching import Launching, StartMethod, checked
 from lightning_cp.plugin.mixin import ContextParallelMixin
 from lightning_cp.plugin.parts import LayerPlan
+from lightning_cp.plugin.signals import Signalled
 from lightning_cp.plugin.windows import GatherWindows
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ OTHERS = {
 
 
 class ContextParallelBase(
-    ContextParallelMixin, Loading, Launching, GatherWindows, Collectives, Host
+    ContextParallelMixin, Loading, Launching, Signalled, GatherWindows, Collectives, Host
 ):
     """Trains on sequences longer than one device can hold, with the user's module unchanged.
 
@@ -140,7 +141,8 @@ class ContextParallelBase(
         cpu_offload: with zero_stage=1 to 3, keep the parts, and the state that optimizers make of
             them, in the memory of the CPU.
         save_distributed_checkpoint: with zero_stage=1 to 3, every rank writes its parts into a
-            folder, which any number of ranks can read; else the first rank writes one file.
+            folder, which any number of ranks can read, "async" from copies on the CPU while
+            training goes on; else the first rank writes one file.
         verify: "first_batch" runs the first training batch (at most 512 tokens of every row) with
             and without context parallelism before anything is trained, prints a table, and stops
             with the name of the first module that differs; "off".
@@ -188,7 +190,7 @@ class ContextParallelBase(
         mp_policy: MixedPrecisionPolicy | None = None,
         param_gather: Literal["auto", "fsdp", "early", "after_attention"] = "auto",
         cpu_offload: bool = False,
-        save_distributed_checkpoint: bool = False,
+        save_distributed_checkpoint: bool | Literal["async"] = False,
         verify: Literal["off", "first_batch"] = "off",
         find_unused_parameters: bool = False,
         start_method: StartMethod = "auto",
@@ -347,6 +349,7 @@ class ContextParallelBase(
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._failed(exception)
         self._close_window(failed=True)
         self._stop_parallel()

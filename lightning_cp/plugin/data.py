@@ -201,7 +201,8 @@ class Loading:
             return None
         progress = loop.epoch_loop.batch_progress
         taken, started = progress.current.processed, loop.epoch_progress.current.started
-        ended = taken >= trainer.num_training_batches or progress.is_last_batch
+        between = progress.current.ready == taken  # else a batch has been read and not processed
+        ended = taken >= trainer.num_training_batches or (progress.is_last_batch and between)
         taken = 0 if ended else taken
         cycles = combined._mode == "max_size_cycle" and len(found) > 1
         return {

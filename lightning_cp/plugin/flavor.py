@@ -40,4 +40,16 @@ class Flavor:
         self.interactive: bool = import_module(f"{fabric}.utilities.imports")._IS_INTERACTIVE
         ddp = import_module(f"{pytorch}.strategies.ddp")
         self.forward_redirection: Any = ddp._DDPForwardRedirection
+        self._torch_io: Any = import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO
+        self._wrapping_io: Any = import_module(
+            f"{pytorch}.plugins.io.wrapper"
+        )._WrappingCheckpointIO
         self.fitting: Any = import_module(f"{pytorch}.trainer.states").TrainerFn.FITTING
+
+    def write_aside(self, io: Any, kind: type[Any]) -> None:
+        """Let a CheckpointIO that wraps the package's own, or nothing yet, wrap one of a kind."""
+        while isinstance(io, self._wrapping_io):
+            inner = io._checkpoint_io
+            if inner is None or type(inner) is self._torch_io:
+                io._checkpoint_io, io._base_checkpoint_io_configured = kind(), True
+            io = inner

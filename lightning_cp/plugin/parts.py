@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -55,7 +55,7 @@ class Parts(Host):
     _layer_plan: LayerPlan | None
     _replicate_size: int
     _tp_size: int
-    _distributed_checkpoint: bool
+    _distributed_checkpoint: bool | Literal["async"]
     _find_unused: bool
     _device_mesh: ParameterMesh | None = None
 
@@ -87,6 +87,11 @@ class Parts(Host):
     def _check_options(self) -> None:
         """Refuse options that would do nothing."""
         stage = self._config.zero_stage
+        if self._distributed_checkpoint not in (True, False, "async"):
+            raise ConfigError(
+                f"save_distributed_checkpoint={self._distributed_checkpoint!r} is unknown; use "
+                f"True, False or 'async'"
+            )
         if self._find_unused and stage:
             raise ConfigError(
                 f"find_unused_parameters=True is about zero_stage=0; with zero_stage={stage} a "
@@ -97,7 +102,7 @@ class Parts(Host):
             "mp_policy": self._policy is not None,
             "cpu_offload": self._offload,
             "param_gather": self._config.param_gather != "auto",
-            "save_distributed_checkpoint": self._distributed_checkpoint,
+            "save_distributed_checkpoint": bool(self._distributed_checkpoint),
             "data_parallel_replicate_size": self._replicate_size != 1,
         }
         for name in [name for name, is_given in given.items() if is_given]:
@@ -135,6 +140,8 @@ class Parts(Host):
                 "the CPU; leave it out"
             )
         module = self.lightning_module
+        if module is not None and self._mesh is not None:
+            _refuse_finders(module.trainer.callbacks)  # type: ignore[attr-defined]
         if module is None or self._shards:
             return
         if self._mesh is not None and self._mesh.topology.tp > 1:
@@ -247,6 +254,15 @@ def refuse_foreign(plugin: Any) -> None:
             f"Trainer(precision='bf16-mixed') or another precision by its name, and mp_policy for "
             f"the dtypes of communication of sharded parameters"
         )
+
+
+def _refuse_finders(callbacks: list[Any]) -> None:
+    for callback in callbacks:
+        if "BatchSizeFinder" in [kind.__name__ for kind in type(callback).__mro__]:
+            raise ConfigError(
+                "BatchSizeFinder tries sizes until one rank has no memory left, and the others "
+                "would wait for that rank; choose batch_size without it"
+            )
 
 
 def _refuse_copies(callbacks: list[Any]) -> None:

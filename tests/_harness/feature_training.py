@@ -3,6 +3,8 @@
 from dataclasses import replace
 from datetime import timedelta
 
+from lightning.pytorch import callbacks as cb
+
 from tests._harness import feature_modules as modules
 from tests._harness import feature_parts as parts
 from tests._harness import feature_runs as runs
@@ -93,6 +95,19 @@ TRAINING = [
     works("LR scheduler per step", "ExponentialLR", fitted(modules.Scheduled)),
     works("ReduceLROnPlateau", "follows `val_loss`", fitted(modules.Plateau, max_epochs=4)),
     works("Tuner.lr_find", "curve and suggestion are equal", runs.rates),
+    works(
+        "Tuner.lr_find with zero_stage=3",
+        "with files; with folders in `tests/dist/test_portable.py`",
+        runs.rates,
+        tolerance=1e-6,
+        options={"zero_stage": 3},
+    ),
+    refused(
+        "BatchSizeFinder",
+        "one rank may have no memory left when the others have",
+        fitted(callbacks=lambda place: [cb.BatchSizeFinder()]),
+        "BatchSizeFinder tries sizes until one rank has no memory left",
+    ),
     refused(
         "Tuner.scale_batch_size",
         "by Lightning, for every distributed strategy: find the size on one device",

@@ -68,6 +68,7 @@ MESHES = {
     "dp2": Mesh(2, {**SHARDED, "context_parallel_size": 1}),
     "dp2cp2": Mesh(4, {**SHARDED, "context_parallel_size": 2}),
     "replicated": Mesh(2, {}),
+    "one": Mesh(1, {}),
 }
 FOLDER = {"save_distributed_checkpoint": True}
 
@@ -183,6 +184,8 @@ def test_file_resumes(before, after, saved, uninterrupted, pool):
         ("cp2", "cp3"),
         pytest.param("dp2", "dp2cp2", marks=pytest.mark.full),
         ("dp2cp2", "dp2"),
+        ("cp3", "replicated"),
+        ("cp2", "one"),
     ],
 )
 def test_folder_resumes(before, after, saved, uninterrupted, pool):
@@ -209,10 +212,3 @@ def test_checkpoint_is_evaluated(distributed, saved, pool):
     (expected,) = pool.run(evaluate_file, None, saved("plain1")[0] / "after.ckpt", world=1)
     for found in pool.run(evaluate_file, SHARDED, file, world=3):
         assert found == pytest.approx(expected, rel=1e-6)
-
-
-def test_folder_needs_sharded_parameters(saved, pool):
-    file = saved("cp2", distributed=True)[0] / "after.ckpt"
-    for failure in pool.failures(fit_resuming, TWO, {}, file, world=2):
-        assert failure.kind == "ConfigError"
-        assert "consolidate_checkpoint" in failure.message
