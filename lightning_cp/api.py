@@ -25,6 +25,7 @@ from lightning_cp.data.expected import expected_calls, expected_work
 from lightning_cp.data.outputs import gather_outputs
 from lightning_cp.data.valid import valid_tokens
 from lightning_cp.diagnostics.audit import Audit
+from lightning_cp.diagnostics.slow import warn_of_reference
 from lightning_cp.errors import BatchError, MismatchError, RefusedError
 from lightning_cp.loss import token_mean
 from lightning_cp.plan import EXCHANGES, Schedule
@@ -32,6 +33,7 @@ from lightning_cp.spans import Spans, total
 from lightning_cp.swap import Installation
 from lightning_cp.swap.huggingface import HuggingFace, Traits, traits
 from lightning_cp.swap.litgpt import LitGPT
+from lightning_cp.swap.where import suspects
 
 WATCHED = 2
 """Micro-steps of a stage in which every attention call, and the loss, is compared at once."""
@@ -97,6 +99,7 @@ class ContextParallel:
         self._steps: Counter[str] = Counter()
         self._last: Context | None = None
         self._loss: Tensor | None = None
+        self._slow = False
         self.attended: Callable[[], None] | None = None
         self._known: tuple[Any, Traits] = (None, Traits())
 
@@ -151,6 +154,7 @@ class ContextParallel:
             exchange=part.exchange,
             layout=found.layout,
             kernel=self.config.attention_backend,
+            dropout=self.config.attention_dropout,
             overlap=self.config.overlap,
             compare_calls=step < WATCHED,
             module=weakref.ref(module) if module is not None else None,
@@ -249,14 +253,18 @@ class ContextParallel:
             RefusedError: if no attention call was swapped.
             MismatchError: on every rank, if the loss differs between peers; later micro-steps are
                 compared when the next batch arrives.
+
+        Warns:
+            ContextParallelWarning: on the first rank, once, of calls that are computed slowly.
         """
         if shard.context.log.attention == 0:
             raise RefusedError(
-                f"{_suspects(shard.context)}: no attention call of this step went through context "
+                f"{suspects(shard.context)}: no attention call of this step went through context "
                 f"parallelism, so every rank attended to its own tokens alone (or to none); call "
                 f"torch.nn.functional.scaled_dot_product_attention or lightning_cp.attend, or use "
                 f"data parallelism for a model without attention"
             )
+        self._slow = self._slow or warn_of_reference(shard.context)
         self._loss = None if loss is None else loss.detach()
         if shard.context.compare_calls and loss is not None:
             with _way_out():
@@ -382,17 +390,3 @@ def _way_out() -> Iterator[None]:
             f"lightning_cp.functional.sequence_mean, or loss='token_mean' for a mean over local "
             f"tokens"
         ) from error
-
-
-def _suspects(context: Context) -> str:
-    """The modules that look as if they should have called attention, or the whole model."""
-    root = context.module() if context.module is not None else None
-    if root is None:
-        return "the model"
-    found = [
-        f"module '{name}' ({type(part).__name__})"
-        for name, part in root.named_modules()
-        if name and "att" in type(part).__name__.lower()
-    ]
-    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-    return ", ".join(found[:3]) + more or f"the root module ({type(root).__name__})"

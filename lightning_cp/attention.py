@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
-from lightning_cp.context import SLOT, CallLog, Context, Ran
+from lightning_cp.context import SLOT, CallLog, Context, Ran, Served
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
-from lightning_cp.kernels import resolve
+from lightning_cp.kernels import KERNELS, Choice, choose, resolve
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.kernels.scores import PLAIN, Dropout, PerHead, Scores
@@ -80,7 +80,7 @@ def attend(
     """
     sees = Visibility(is_causal, window, chunk, (prefix,) if isinstance(prefix, int) else prefix)
     mod = mask_mod if isinstance(mask_mod, str | None) else SLOT.mask_mods.name(mask_mod)
-    terms = softcap or 0.0, sinks, alibi_slopes, relative_bias, mod, dropout_p, _seed(dropout_p)
+    terms = softcap or 0.0, sinks, alibi_slopes, relative_bias, mod, dropout_p, draw_seed(dropout_p)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = torch.ops.lightning_cp.attention(
         q, k, v, is_causal, factor, *_limits(sees), *terms
@@ -116,7 +116,8 @@ def forward_implementation(
     context = SLOT.current or _alone(q, k)
     SLOT.count_plain_attention()
     scores = _scores(context, q, learned, softcap, mask_mod, dropout_p, seed)
-    kernel = resolve(context.kernel, q, v, scores)
+    choice = choose(context.kernel, q, v, scores)
+    kernel = KERNELS[choice.name].bound(scores)
     window = None if before < 0 and after < 0 else (_limit(before), _limit(after))
     sees = Visibility(is_causal, window, chunk or None, None if prefix is None else tuple(prefix))
     heads = (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
@@ -124,6 +125,7 @@ def forward_implementation(
     code = context.log.record(("attention", *heads, q.dtype, scale, sees, terms))
     if context.compare_calls:
         _compare(context, code, q, k, sees, terms)
+    context.log.kernels[_served(choice, q, v, scores)] = None
     context.log.attention += 1
     context.log.causal += is_causal
     handle = context.handle(q.shape[0], q.shape[2], k.shape[2], sees)
@@ -187,11 +189,14 @@ def _limits(sees: Visibility) -> tuple[int, int, int, tuple[int, ...] | None]:
     return before, after, sees.chunk or 0, sees.prefix
 
 
-def _seed(dropout_p: float) -> Tensor | None:
-    """One number from the default generator of the CPU, which is alike on peers."""
+def draw_seed(dropout_p: float, *, bits: int = 62) -> Tensor | None:
+    """A number from the default generator of the CPU, which is alike on peers; None without use.
+
+    What is recomputed draws it again, because checkpoints put that generator back.
+    """
     if not dropout_p:
         return None
-    seed: Tensor = torch.ops.aten.randint.low(0, 2**62, [], dtype=torch.int64, device="cpu")
+    seed: Tensor = torch.ops.aten.randint.low(0, 2**bits, [], dtype=torch.int64, device="cpu")
     return seed
 
 
@@ -284,6 +289,10 @@ def _link(context: Context) -> Link:
 def _ran(handle: int, q: Tensor, k: Tensor, v: Tensor, *, backward: bool) -> Ran:
     heads = q.shape[1], k.shape[1], k.shape[3], v.shape[3]
     return Ran(handle, q.shape[0], *heads, k.element_size(), backward)
+
+
+def _served(choice: Choice, q: Tensor, v: Tensor, scores: Scores) -> Served:
+    return Served(*choice, tuple(sorted(scores.terms)), (q.shape[3], v.shape[3]), q.dtype)
 
 
 def _limit(side: int) -> int | None:

@@ -21,6 +21,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
     "exchange": ("auto", "allgather", "direct", "hybrid", "ring", "ulysses"),
     "attention_backend": ("auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"),
+    "attention_dropout": ("refuse", "tile", "off"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
     "loss": ("auto", "token_mean"),
@@ -104,6 +105,9 @@ class Config:
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
             (that for CPUs, "flash", "efficient"); one of these, "cudnn" or "flash_attn" by name;
             "reference"; or "auto", "sdpa" with "flash_attn" after "flash".
+        attention_dropout: what dropout of a swapped call's weights does: "refuse"; "tile", it drops
+            by numbers of the call, the rank and the block, which the backward and recomputation
+            repeat; "off", nothing is dropped.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's `position_ids` do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -138,6 +142,7 @@ class Config:
     exchange: str | Exchange = "auto"
     overlap: bool = True
     attention_backend: str = "auto"
+    attention_dropout: str = "refuse"
     documents: str = "auto"
     loss: str = "auto"
     sequence_dims: SequenceDims | None = None

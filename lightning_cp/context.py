@@ -67,15 +67,33 @@ class Ran(NamedTuple):
     backward: bool
 
 
+class Served(NamedTuple):
+    """A kind of attention call, and which kernel computed it.
+
+    Attributes:
+        kernel: its name.
+        passed: why those before it were passed over.
+        terms: what the call did to its scores, see `Scores.terms`.
+        dims: sizes of a key and of a value.
+        dtype: of the queries.
+    """
+
+    kernel: str
+    passed: tuple[str, ...]
+    terms: tuple[str, ...]
+    dims: tuple[int, int]
+    dtype: torch.dtype
+
+
 @dataclass
 class CallLog:
     """What the swapped calls of one micro-step did: counts, and a hash that peers compare.
 
     `seen` holds what the attention calls asked to see, in the order of the first call of each, and
     for each the names of the sequences of its queries and keys; `ran` how often calls of every kind
-    ran, recomputed ones included; `plans` what their handles stand for. `built` plans were made in
-    this process after the batch had arrived, which with the layout, if that was made here, took
-    `planning` seconds.
+    ran, recomputed ones included; `kernels` what computed them; `plans` what their handles stand
+    for. `built` plans were made in this process after the batch had arrived, which with the layout,
+    if that was made here, took `planning` seconds.
     """
 
     attention: int = 0
@@ -84,6 +102,7 @@ class CallLog:
     digest: int = 0
     seen: dict[Visibility, dict[tuple[str, str], None]] = field(default_factory=dict)
     ran: Counter[Ran] = field(default_factory=Counter)
+    kernels: dict[Served, None] = field(default_factory=dict)
     plans: dict[int, PlanKey] = field(default_factory=dict)
     built: int = 0
     planning: float = 0.0
@@ -109,6 +128,7 @@ class Context:
         exchange: name of the schedule, or one with options.
         layout: name of the layout, for people.
         kernel: name of the kernel, or "auto".
+        dropout: what dropout of weights in a swapped call does, see `Config.attention_dropout`.
         overlap: let messages travel while tiles are computed.
         compare_calls: compare every attention call's signature over the group before its first
             transfer (the first micro-steps of a stage).
@@ -129,6 +149,7 @@ class Context:
     exchange: str | Schedule
     layout: str = ""
     kernel: str = "auto"
+    dropout: str = "refuse"
     overlap: bool = True
     compare_calls: bool = False
     a2a: Any = None

@@ -31,6 +31,7 @@ OPTIONS: dict[str, Any] = {
     "exchange": "allgather",
     "overlap": False,
     "attention_backend": "reference",
+    "attention_dropout": "tile",
     "documents": "none",
     "loss": "token_mean",
     "sequence_dims": {"tokens": 1, "scores": None},
@@ -237,8 +238,16 @@ def on_cuda(dtype: torch.dtype) -> Any:
     [
         ("sdpa", QUERIES.double(), "sdpa (sdpa, for float64 on cpu)"),
         ("reference", QUERIES, "reference"),
-        ("auto", on_cuda(torch.bfloat16), "flash (auto, for bfloat16 on cuda; sdpa has no path"),
-        ("auto", on_cuda(torch.float32), "efficient (auto, for float32 on cuda; sdpa has no path"),
+        (
+            "auto",
+            on_cuda(torch.bfloat16),
+            "flash (auto, for bfloat16 on cuda; the sdpa kernel has no path",
+        ),
+        (
+            "auto",
+            on_cuda(torch.float32),
+            "efficient (auto, for float32 on cuda; the sdpa kernel has no path",
+        ),
         ("flash", QUERIES, "none: attention_backend='flash': the flash kernel runs on CUDA"),
     ],
 )

@@ -99,13 +99,13 @@ def test_memory_inside_the_attention_operator_counts() -> None:
     scores = 4 * heads * size * size
     with SLOT.activate(context), MemoryTracker() as tracker:
         out = attend(q, q, q)
-        assert 2 * scores <= tracker.peak <= 4 * scores
+        assert 2 * scores <= tracker.peak <= 5 * scores
         # What stays: output and LSE, and nothing of the scores.
         kept = 4 * heads * size * width + 4 * heads * size
         assert tracker.current == kept
         with MemoryTracker() as backward:
             out.sum().backward()
-    assert 2 * scores <= backward.peak <= 4 * scores
+    assert 2 * scores <= backward.peak <= 5 * scores
     assert q.grad is not None
     assert backward.current == q.grad.nbytes
 

@@ -1,8 +1,10 @@
 """Kernels: attention over tiles, forward and backward, and the merge of partial results.
 
 `KERNELS` names them. A kernel computes (query rows, key rows) of one buffer and knows nothing of
-ranks; `resolve` picks one for the tensors of a call.
+ranks; `choose` picks one for the tensors of a call, and `resolve` makes it for its scores.
 """
+
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -32,11 +34,18 @@ in float."""
 AUTO = ("sdpa", "flash", "flash_attn", "efficient")
 """The same with that of flash-attn, for soft caps and builds of torch without flash attention."""
 
-__all__ = ["AUTO", "FAMILY", "KERNELS", "Kernel", "resolve"]
+__all__ = ["AUTO", "FAMILY", "KERNELS", "Choice", "Kernel", "choose", "resolve"]
 
 
-def resolve(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Kernel:
-    """The kernel for a call, made for its scores.
+class Choice(NamedTuple):
+    """A kernel by name, and why those before it were passed over."""
+
+    name: str
+    passed: tuple[str, ...]
+
+
+def choose(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Choice:
+    """The kernel for a call.
 
     The named one; of "auto" and "sdpa" the first fused one that fits, and where the scores have
     terms that none of these computes, with "auto" the reference.
@@ -44,15 +53,20 @@ def resolve(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Kernel:
     Raises:
         RefusedError: if the named kernel, or every fast kernel, lacks a capability.
     """
-    reasons = []
+    reasons: list[str] = []
     candidates = {"auto": AUTO, "sdpa": FAMILY}.get(name, (name,))
     for candidate in (*candidates, "reference") if scores.terms and name == "auto" else candidates:
         kernel = KERNELS[candidate]
         reason = kernel.rejects(q, v) or kernel.lacks(scores)
         if reason is None:
-            return kernel.bound(scores)
+            return Choice(candidate, tuple(reasons))
         reasons.append(f"the {candidate} kernel {reason}")
     raise RefusedError(
         f"attention_backend={name!r}: {'; '.join(reasons)}; attention_backend='reference' computes "
         f"anything, slowly"
     )
+
+
+def resolve(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Kernel:
+    """The kernel for a call, made for its scores; see `choose`."""
+    return KERNELS[choose(name, q, v, scores).name].bound(scores)

@@ -100,6 +100,10 @@ class ContextParallelBase(
             fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
             of these two, "cudnn" or "flash_attn" by name, "reference" (plain maths, slow), or
             "auto": sdpa, with flash_attn where "flash" does not fit.
+        attention_dropout: what dropout of attention weights in training does: "refuse"; "tile", it
+            drops with the same probability as one device, by numbers of every call, rank and block
+            that the backward and recomputation repeat ("reference" computes it, which "auto" then
+            takes); "off", it is left out, which the start table says.
         documents: packed rows: "position_ids" keeps documents apart, which begin wherever the
             batch's position_ids do not continue by 1; "none" lets all tokens of a row attend to
             each other; "auto" does for models of Hugging Face what that version of transformers
@@ -179,6 +183,7 @@ class ContextParallelBase(
         exchange: Exchanges = "auto",
         overlap: bool = True,
         attention_backend: Backends = "auto",
+        attention_dropout: Literal["refuse", "tile", "off"] = "refuse",
         documents: Literal["auto", "position_ids", "none"] = "auto",
         loss: Literal["auto", "token_mean"] = "auto",
         sequence_dims: dict[str, SequenceDim] | None = None,
@@ -203,6 +208,7 @@ class ContextParallelBase(
             exchange=exchange,
             overlap=overlap,
             attention_backend=attention_backend,
+            attention_dropout=attention_dropout,
             documents=documents,
             loss=loss,
             sequence_dims=sequence_dims,

@@ -348,6 +348,8 @@ class ContextParallelMixin:
                     output = step(*args, **kwargs)
                 loss = None if predicts else self._averaged(_loss(output), shard)
                 parallel.check(shard, loss)
+                if self._table is not None:
+                    self._table.served(shard.context)
             if predicts:
                 return parallel.gather(output, shard)
         except BaseException as error:

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
-from lightning_cp.context import Context
+from lightning_cp.context import Context, Served
 from lightning_cp.data import Fields
 from lightning_cp.errors import RefusedError
-from lightning_cp.kernels import AUTO, FAMILY, KERNELS, resolve
+from lightning_cp.kernels import choose
 from lightning_cp.mesh import Mesh
 from lightning_cp.recomputation import described
 from lightning_cp.sequences import Sequence
@@ -33,6 +33,8 @@ class StartTable:
 
     def __init__(self, mesh: Mesh, config: Config) -> None:
         self._mesh, self._config, self._shown = mesh, config, mesh.rank != 0
+        self._kernel = ""
+        self._served: set[Served] = set()
 
     def show(self, shard: Shard, place: str, queries: Tensor) -> None:
         """Print the table, the first time and on global rank 0 only.
@@ -48,6 +50,24 @@ class StartTable:
         table = Table(title="context parallelism", show_header=False)
         for name, value in self.rows(shard, place, queries):
             table.add_row(name, value)
+        Console().print(table)
+        self._kernel = _chosen(self._config.attention_backend, queries)
+
+    def served(self, context: Context) -> None:
+        """Print which kernels calls took, the first time that they took another than the table's.
+
+        Args:
+            context: of a step that has run.
+        """
+        if not self._kernel:
+            return
+        new = [x for x in context.log.kernels if x not in self._served and x.kernel != self._kernel]
+        self._served.update(context.log.kernels)
+        if not new:
+            return
+        table = Table(title="attention kernels of other calls", show_header=False)
+        for kind in new:
+            table.add_row(_kind(kind), "; ".join([kind.kernel, *kind.passed]))
         Console().print(table)
 
     def rows(self, shard: Shard, place: str, queries: Tensor) -> list[tuple[str, str]]:
@@ -75,6 +95,7 @@ class StartTable:
             ("layout", _resolved(config.layout, shard.layout)),
             ("exchange", _resolved(config.exchange, shard.context.exchange)),
             ("attention kernel", _kernel(config.attention_backend, queries)),
+            *DROPOUT[config.attention_dropout],
             ("recomputation", _recomputation(shard.context)),
             ("loss", LOSSES[config.loss]),
             ("parameters", _parameters(config, topology)),
@@ -117,17 +138,38 @@ def attended(
 def _kernel(given: str, queries: Tensor) -> str:
     """The kernel for ordinary heads, and why the ones before it are passed over."""
     try:
-        found = resolve(given, queries, queries)
+        name, passed = choose(given, queries, queries)
     except RefusedError as error:
         return f"none: {error}"
-    name = next(name for name, kernel in KERNELS.items() if type(kernel) is type(found))
     if given not in ("auto", "sdpa"):
         return name
-    tried = AUTO if given == "auto" else FAMILY
-    before = tried[: tried.index(name)]
-    reasons = [f"{x} {KERNELS[x].rejects(queries, queries)}" for x in before]
-    kind = f"{given}, for {str(queries.dtype).removeprefix('torch.')} on {queries.device.type}"
-    return f"{name} ({'; '.join([kind, *reasons])})"
+    kind = f"{given}, for {_dtype(queries.dtype)} on {queries.device.type}"
+    return f"{name} ({'; '.join([kind, *passed])})"
+
+
+def _chosen(given: str, queries: Tensor) -> str:
+    """Name of the kernel for ordinary heads."""
+    return _kernel(given, queries).partition(" ")[0]
+
+
+def _kind(call: Served) -> str:
+    """A kind of attention call in words."""
+    size, value_size = call.dims
+    heads = f"heads of {size}" + (f", values of {value_size}" if size != value_size else "")
+    terms = f"with {', '.join(call.terms)}" if call.terms else "plain"
+    return f"{terms} ({_dtype(call.dtype)}, {heads})"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+DROPOUT: dict[str, tuple[tuple[str, str], ...]] = {
+    "refuse": (),
+    "tile": (("attention dropout", "numbers of every call, rank and block (tile)"),),
+    "off": (("attention dropout", "left out (off)"),),
+}
+"""Rows of the choices of `attention_dropout`."""
 
 
 def _documents(sequence: Sequence) -> str:

@@ -5,21 +5,22 @@ Legend: B batch, S local tokens, N = B * S, H query heads, K key heads, D head s
 [Note: operators of flash_attn] Every function of the package ends in one of four registered
 operators, however it was imported, compiled or recomputed; the operators are overridden where they
 run, so that a compiled graph serves every batch. A forward hands its backward the output, the LSE
-and the state of the random numbers. Without dropout nobody reads the latter: it carries the handle
-of the plan, and a backward knows by it that its forward was a context's.
+and the state of the random numbers. Here the latter carries the seed of dropped weights and the
+handle of the plan, and a backward knows by it that its forward was a context's.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_cp.attention import backward_implementation, forward_implementation
+from lightning_cp.attention import backward_implementation, draw_seed, forward_implementation
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap._torch import keys, wrap_kernel
+from lightning_cp.swap.dropped import kept_dropout
 from lightning_cp.swap.lengths import Lengths, packed
 from lightning_cp.swap.where import caller
 
@@ -27,8 +28,11 @@ Call = Mapping[str, Any]
 Plain = Callable[[Call], Any]
 
 NAMESPACE = "flash_attn"
-MARK = 0x6C63702E706C616E
-"""First element of a random state of which the second is the handle of a plan."""
+MARK = 0x6C63702E
+"""Upper half of the first element of a random state of which the second is the handle of a plan."""
+
+SEED_BITS = 32
+"""Size of the lower half, which holds the seed."""
 
 UNKNOWN = {
     "block_table": "a paged cache of keys",
@@ -69,8 +73,8 @@ def _forward(plain: Plain) -> Plain:
             SLOT.count_plain_attention()
             return plain(call)
         q, k, v = (call[name].transpose(1, 2) for name in "qkv")
-        out, lse, handle = _attend(context, call, q, k, v)
-        return out.transpose(1, 2), lse, q.new_empty(0), _state(handle)
+        out, lse, state = _attend(context, call, q, k, v)
+        return out.transpose(1, 2), lse, q.new_empty(0), state
 
     return forward
 
@@ -90,12 +94,12 @@ def _varlen_forward(plain: Plain) -> Plain:
                 for n in "qk"
             ]
         q, k, v = (_rows(call[n], x.batch) for n, x in zip("qkv", (*rows, rows[1]), strict=True))
-        out, lse, handle = _attend(context, call, q, k, v)
+        out, lse, state = _attend(context, call, q, k, v)
         return (
             out.transpose(1, 2).flatten(0, 1),
             lse.transpose(0, 1).flatten(1),
             q.new_empty(0),
-            _state(handle),
+            state,
         )
 
     return forward
@@ -103,11 +107,11 @@ def _varlen_forward(plain: Plain) -> Plain:
 
 def _backward(plain: Plain) -> Plain:
     def backward(call: Call) -> Any:
-        handle = _handle(call["rng_state"])
-        if handle is None:
+        made = _made(call["rng_state"])
+        if made is None:
             return plain(call)
         rows = {n: call[n].transpose(1, 2) for n in ("dout", "q", "k", "v", "out")}
-        grads = _differentiate(call, rows, call["softmax_lse"], handle)
+        grads = _differentiate(call, rows, call["softmax_lse"], made)
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
             call[name].copy_(grad.transpose(1, 2))
         return torch.zeros_like(call["softmax_lse"])
@@ -117,15 +121,15 @@ def _backward(plain: Plain) -> Plain:
 
 def _varlen_backward(plain: Plain) -> Plain:
     def backward(call: Call) -> Any:
-        handle = _handle(call["rng_state"])
-        if handle is None:
+        made = _made(call["rng_state"])
+        if made is None:
             return plain(call)
-        context = SLOT.bound(handle).context
+        context = SLOT.bound(made.handle).context
         batch = {n: packed(context, call[n].shape[0]).batch for n in ("q", "k")}
         rows = {n: _rows(call[n], batch["q"]) for n in ("dout", "q", "out")}
         rows |= {n: _rows(call[n], batch["k"]) for n in ("k", "v")}
         lse = call["softmax_lse"].unflatten(1, (batch["q"], -1)).transpose(0, 1)
-        grads = _differentiate(call, rows, lse, handle)
+        grads = _differentiate(call, rows, lse, made)
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
             call[name].copy_(grad.transpose(1, 2).flatten(0, 1))
         return torch.zeros_like(call["softmax_lse"])
@@ -145,11 +149,13 @@ OPERATORS: dict[str, Callable[[Plain], Plain]] = {
 def _attend(
     context: Context, call: Call, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, LSE and handle of attention over the whole sequence; `[B, H, S, D]`."""
+    """Output `[B, H, S, D]` and LSE of attention over the whole sequence, and a random state."""
     before, after = call["window_size_left"], call["window_size_right"]
     slopes = call["alibi_slopes"]
     with _named(context):
         _refuse(call)
+        dropout_p = kept_dropout(context, call["dropout_p"])
+        seed = draw_seed(dropout_p, bits=SEED_BITS)
         if call["causal"] or slopes is not None or max(before, after) >= 0:
             lengths = [context.sequence_of(x.shape[2]).length for x in (q, k)]
             if lengths[0] != lengths[1]:
@@ -158,7 +164,7 @@ def _attend(
                     f"queries and {lengths[1]} keys, context parallelism at the first; leave them "
                     f"off between sequences of different lengths"
                 )
-        return forward_implementation(
+        out, lse, handle = forward_implementation(
             q,
             k,
             v,
@@ -168,12 +174,17 @@ def _attend(
             max(after, -1),
             softcap=max(call["softcap"], 0.0),
             slopes=slopes,
+            dropout_p=dropout_p,
+            seed=seed,
         )
+    mark = MARK << SEED_BITS | (0 if seed is None else int(seed))
+    return out, lse, torch.tensor([mark, int(handle)])
 
 
 def _differentiate(
-    call: Call, rows: Mapping[str, Tensor], lse: Tensor, handle: int
+    call: Call, rows: Mapping[str, Tensor], lse: Tensor, made: "_Made"
 ) -> tuple[Tensor, ...]:
+    context = SLOT.bound(made.handle).context
     with _deterministic(call["deterministic"]):
         return backward_implementation(
             rows["dout"],
@@ -182,19 +193,20 @@ def _differentiate(
             rows["v"],
             rows["out"],
             lse,
-            torch.tensor(handle),
+            torch.tensor(made.handle),
             call["softmax_scale"],
             softcap=max(call["softcap"], 0.0),
             slopes=call["alibi_slopes"],
+            dropout_p=kept_dropout(context, call["dropout_p"]),
+            seed=torch.tensor(made.seed),
         )[:3]
 
 
 def _refuse(call: Call) -> None:
-    if call["dropout_p"] > 0:
+    if call["return_softmax"]:
         raise RefusedError(
-            f"attention dropout of {call['dropout_p']} is not supported under context parallelism "
-            f"(a rank would repeat or skip random numbers); set the attention dropout to 0, other "
-            f"dropout may stay"
+            "return_attn_probs=True with dropout asks for weights of every query and key, which "
+            "never exist in one place; leave it off"
         )
     slopes = call["alibi_slopes"]
     if slopes is not None and slopes.ndim != 1:
@@ -207,17 +219,19 @@ def _refuse(call: Call) -> None:
             raise RefusedError(f"{what} ({name}) is not supported under context parallelism")
 
 
-def _state(handle: Tensor) -> Tensor:
-    """What stands for the random state of a forward; see the note on top."""
-    return torch.tensor([MARK, int(handle)])
+class _Made(NamedTuple):
+    """What a forward in a context left for its backward."""
+
+    handle: int
+    seed: int
 
 
-def _handle(state: Tensor | None) -> int | None:
-    """The handle in a random state, None where a forward outside any context made it."""
+def _made(state: Tensor | None) -> _Made | None:
+    """What a random state carries, None where a forward outside any context made it."""
     if state is None or state.device.type != "cpu" or state.numel() != 2:
         return None
     mark, handle = state.tolist()
-    return handle if mark == MARK else None
+    return _Made(handle, mark % 2**SEED_BITS) if mark >> SEED_BITS == MARK else None
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from lightning_cp.attention import attend
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap._torch import is_tracing, is_wrapper, original
+from lightning_cp.swap.dropped import kept_dropout
 from lightning_cp.swap.guard import outside_only
 from lightning_cp.swap.shared import is_shared, own_heads
 from lightning_cp.swap.where import caller
@@ -44,8 +45,8 @@ def scaled_dot_product_attention(
     mask or dropout the graph gets plain attention that refuses to run within a context.
 
     Raises:
-        RefusedError: for a mask that is not the batch's padding, for dropout, and for tensors that
-            the operator does not take.
+        RefusedError: for a mask that is not the batch's padding, for dropout unless an option says
+            what becomes of it, and for tensors that the operator does not take.
     """
     context = SLOT.current
     plain = attn_mask is None and dropout_p == 0
@@ -67,7 +68,8 @@ def scaled_dot_product_attention(
             )
             return together(out)
         _refuse_wrappers(context, query, key, value)
-        refuse(context, query, key, attn_mask, dropout_p)
+        refuse_masks(context, query, key, attn_mask)
+        dropout_p = kept_dropout(context, dropout_p)
     if query.shape[:-3] != key.shape[:-3] and query.ndim > 3:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))
@@ -77,7 +79,8 @@ def scaled_dot_product_attention(
             f"enable_gqa=True"
         )
     try:
-        out = attend(*(_batched(x) for x in (query, key, value)), is_causal=is_causal, scale=scale)
+        q, k, v = (_batched(x) for x in (query, key, value))
+        out = attend(q, k, v, is_causal=is_causal, scale=scale, dropout_p=dropout_p)
     except RefusedError as error:
         raise RefusedError(f"{caller(context)}: {error}") from error
     return out.reshape(*query.shape[:-1], value.shape[-1]) if query.ndim != 4 else out
@@ -114,20 +117,12 @@ def _batched(x: Tensor) -> Tensor:
     return x.flatten(0, -4)
 
 
-def refuse(
-    context: Context, query: Tensor, key: Tensor, attn_mask: Tensor | None, dropout_p: float
-) -> None:
-    """Refuse dropout, and a mask that is not the batch's padding.
+def refuse_masks(context: Context, query: Tensor, key: Tensor, attn_mask: Tensor | None) -> None:
+    """Refuse a mask that is not the batch's padding.
 
     Raises:
         RefusedError: where there is one.
     """
-    if dropout_p > 0:
-        raise RefusedError(
-            f"{caller(context)}: attention dropout of {dropout_p} in training is not supported "
-            f"under context parallelism (a rank would repeat or skip random numbers); set the "
-            f"attention dropout to 0, other dropout may stay"
-        )
     if attn_mask is None:
         return
     if attn_mask.ndim < 2 or attn_mask.shape[-2] != 1:

@@ -27,3 +27,17 @@ def caller(context: Context | None) -> str:
             return f"{title} ({type(module).__name__}, {line})"
         frame = frame.f_back
     return "a compiled region" if names else "code outside any module"
+
+
+def suspects(context: Context) -> str:
+    """The modules that look as if they should have called attention, or the whole model."""
+    root = context.module() if context.module is not None else None
+    if root is None:
+        return "the model"
+    found = [
+        f"module '{name}' ({type(part).__name__})"
+        for name, part in root.named_modules()
+        if name and "att" in type(part).__name__.lower()
+    ]
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return ", ".join(found[:3]) + more or f"the root module ({type(root).__name__})"

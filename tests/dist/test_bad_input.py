@@ -122,7 +122,7 @@ LIST = [
         context_parallel_size=2,
         data_parallel_size=2,
     ),
-    sizes("zero-stage-2", ("zero_stage=2", "1 and 2 are not available yet"), zero_stage=2),
+    sizes("zero-stage-4", ("zero_stage=4", "or 3 (parameters, too)"), zero_stage=4),
     sizes("unknown-layout", ("layout='spiral'", "per_document_zigzag, zigzag"), layout="spiral"),
     Bad(
         "predict",

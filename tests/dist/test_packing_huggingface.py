@@ -99,7 +99,7 @@ def test_documents_are_kept_apart(pool):
 def test_other_lengths_than_those_of_the_documents_are_refused(pool):
     failures = pool.failures(fit_with_other_lengths, world=2)
     assert all(x.kind == "RefusedError" for x in failures)
-    assert all("are not the edges of this row's documents" in x.message for x in failures)
+    assert all("are not the edges of this batch's documents" in x.message for x in failures)
 
 
 def fit_with_other_lengths(rank: int, world: int) -> None:

@@ -39,7 +39,8 @@ CALLS: dict[str, Calling] = {
 
 def by_sdpa(layer: "Layer", x: Tensor) -> Tensor:
     q, k, v = layer.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    found = F.scaled_dot_product_attention(q, k, v, dropout_p=layer.dropout, is_causal=True)
+    return found.transpose(1, 2).flatten(2)
 
 
 def by_mha(layer: "Layer", x: Tensor) -> Tensor:
@@ -53,7 +54,7 @@ def by_flash_attn(layer: "Layer", x: Tensor) -> Tensor:
     from flash_attn import flash_attn_qkvpacked_func
 
     qkv = layer.qkv(x).unflatten(-1, (3, HEADS, -1))
-    found: Tensor = flash_attn_qkvpacked_func(qkv, causal=True).flatten(2)
+    found: Tensor = flash_attn_qkvpacked_func(qkv, layer.dropout, causal=True).flatten(2)
     return found
 
 
@@ -65,11 +66,11 @@ KINDS: dict[str, Callable[["Layer", Tensor], Tensor]] = {
 
 
 class Layer(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, dropout: float = 0.0) -> None:
         super().__init__()
-        self.attend = KINDS[kind]
+        self.attend, self.dropout = KINDS[kind], dropout
         self.qkv, self.mlp = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mha = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+        self.mha = nn.MultiheadAttention(WIDTH, HEADS, dropout, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = x + self.mlp(self.attend(self, x)).tanh()
@@ -77,11 +78,11 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, kind: str, calling: Calling) -> None:
+    def __init__(self, kind: str, calling: Calling, dropout: float = 0.0) -> None:
         super().__init__()
         self.calling = calling or (lambda f, *args: f(*args))
         self.embed, self.head = nn.Embedding(20, WIDTH), nn.Linear(WIDTH, 20)
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer(kind, dropout) for _ in range(LAYERS))
 
     def forward(self, input_ids: Tensor, labels: Tensor, **_: Tensor) -> Tensor:
         x = self.embed(input_ids)
@@ -90,13 +91,13 @@ class Model(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def _own(kind: str, how: str) -> nn.Module:
+def _own(kind: str, how: str, dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(0)
-    return Model(kind, CALLS[how]).double()
+    return Model(kind, CALLS[how], dropout).double()
 
 
-def _hugging_face(how: str) -> nn.Module:
-    model: Any = build("llama")
+def _hugging_face(how: str, dropout: float = 0.0) -> nn.Module:
+    model: Any = build("llama", attention_dropout=dropout)
     if how != "direct":
         options: dict[str, Any] = {"use_reentrant": how == "reentrant"}
         if how == "kept":
@@ -105,6 +106,11 @@ def _hugging_face(how: str) -> nn.Module:
         (enable or model.gradient_checkpointing_enable)(options)
     found: nn.Module = model
     return found
+
+
+def made(kind: str, how: str, dropout: float = 0.0) -> nn.Module:
+    """A model with the same parameters every time."""
+    return _hugging_face(how, dropout) if kind == "llama" else _own(kind, how, dropout)
 
 
 def _batch(length: int, documents: bool = False) -> Batch:
@@ -175,7 +181,7 @@ def _counted(rank: int, world: int, kind: str) -> dict[str, Step]:
     found = {}
     with flash_attn.installed(), _parallel(rank, world) as parallel:
         for how in CALLS:
-            model = _hugging_face(how) if kind == "llama" else _own(kind, how)
+            model = made(kind, how)
             for _ in range(3):
                 model.zero_grad()
                 shard = parallel.shard(_batch(11), module=model)
@@ -200,6 +206,30 @@ def test_what_is_repeated(pool: Pool, kind: str) -> None:
             assert layers > 0
             for how in ("recomputed", "reentrant"):
                 assert found[how].exchange == (forward, backward + layers), how
+        for how, step in found.items():
+            assert step.loss == direct.loss, how
+            for one, other in zip(step.grads, direct.grads, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-13, msg=how)
+
+
+def _dropping(rank: int, world: int, kind: str) -> dict[str, Step]:
+    """A step with each way to call layers that drop weights, from the same seed."""
+    found = {}
+    options = {"attention_dropout": "tile", "attention_backend": "reference"}
+    with flash_attn.installed(), _parallel(rank, world, **options) as parallel:
+        for how in ("none", *CALLS):
+            model = made(kind, "direct") if how == "none" else made(kind, how, dropout=0.4)
+            shard = parallel.shard(_batch(11), module=model)
+            torch.manual_seed(5)
+            found[how] = _step(parallel, model, shard)
+    return found
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "llama"])
+def test_the_same_weights_are_dropped_again(pool: Pool, kind: str) -> None:
+    for found in pool.run(_dropping, kind, world=2):
+        direct = found["direct"]
+        assert abs(direct.loss - found.pop("none").loss) > 1e-4
         for how, step in found.items():
             assert step.loss == direct.loss, how
             for one, other in zip(step.grads, direct.grads, strict=True):

@@ -20,9 +20,10 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import Edges, Mask, Visibility
 from lightning_cp.sequences import Sequence
+from lightning_cp.swap.dropped import kept_dropout
 from lightning_cp.swap.guard import anywhere
 from lightning_cp.swap.huggingface.inputs import ByDistance
-from lightning_cp.swap.sdpa import refuse
+from lightning_cp.swap.sdpa import refuse_masks
 from lightning_cp.swap.where import caller
 
 CAUSAL, FULL = "causal", "bidirectional"
@@ -91,7 +92,7 @@ class Attention:
             value: `[B, K, S, D]`.
             attention_mask: None; the batch's padding as `[B, S]` or `[B, 1, 1, S]`; or what `mask`
                 said that this layer sees.
-            dropout: must be 0.
+            dropout: probability with which a weight is dropped, see `kept_dropout`.
             scaling: factor on the scores.
             is_causal: hide keys after the query.
             kwargs: what else the model passes on; what cannot be computed is refused.
@@ -120,10 +121,11 @@ class Attention:
             call = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=grouped)
             out = call(query, key, value, padding, dropout, causal)
         else:
-            refuse(context, query, key, padding, dropout)
+            refuse_masks(context, query, key, padding)
+            dropped = kept_dropout(context, dropout)
             attended = _seeing(sees or Visibility(causal))
             with _named(context):
-                out = attended(query, key, value, scale=scaling, **terms)
+                out = attended(query, key, value, scale=scaling, dropout_p=dropped, **terms)
         return out.transpose(1, 2).contiguous(), None
 
     def mask(
