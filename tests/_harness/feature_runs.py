@@ -307,6 +307,19 @@ def rates(place: Place) -> Any:
     return {**finder.results, "suggestion": finder.suggestion(), "parameters": parameters(model)}
 
 
+def finding_batch_size(place: Place) -> None:
+    """The callback that looks for a batch size when a fit begins."""
+    from lightning.pytorch.callbacks import BatchSizeFinder
+
+    class Loading(modules.Model):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return loaders(replace(BASE, batch=self.batch_size))[0]
+
+    runner(place, BASE, callbacks=[BatchSizeFinder()]).fit(made(place, Loading))
+
+
 def batch_sizes(place: Place) -> Any:
     """The finder of batch sizes."""
     from lightning.pytorch.tuner import Tuner

@@ -3,8 +3,6 @@
 from dataclasses import replace
 from datetime import timedelta
 
-from lightning.pytorch import callbacks as cb
-
 from tests._harness import feature_modules as modules
 from tests._harness import feature_parts as parts
 from tests._harness import feature_runs as runs
@@ -105,7 +103,7 @@ TRAINING = [
     refused(
         "BatchSizeFinder",
         "one rank may have no memory left when the others have",
-        fitted(callbacks=lambda place: [cb.BatchSizeFinder()]),
+        runs.finding_batch_size,
         "BatchSizeFinder tries sizes until one rank has no memory left",
     ),
     refused(
