@@ -1,5 +1,6 @@
 """Gloo ranks that live for the whole test session: a task costs milliseconds."""
 
+import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -137,6 +138,10 @@ class Pool:
             self._pipes.append(ours)
 
 
+KEPT_GROUPS = 16
+"""Process groups that tasks may leave behind before they are given back."""
+
+
 def _serve(pipe: Connection, package: str) -> None:
     if package != LIGHTNING:
         rename()
@@ -155,6 +160,7 @@ def _serve(pipe: Connection, package: str) -> None:
             function, args = pickle.loads(task)
             outcome = function(rank, world, *args)
             _check_clean()
+            _give_back_groups()
         except BaseException as error:
             outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
         pipe.send(outcome)
@@ -170,6 +176,18 @@ def _join(rank: int, world: int, file: str) -> None:
         world_size=world,
         timeout=timedelta(seconds=20),
     )
+
+
+def _give_back_groups() -> None:
+    """End the groups of sharded modules, which need theirs as long as they live.
+
+    Each keeps threads; hundreds of them slow down every later task.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    if len(groups) > KEPT_GROUPS:
+        gc.collect()
+        for group in [group for group in groups if group is not dist.group.WORLD]:
+            dist.destroy_process_group(group)
 
 
 def _check_clean() -> None:
