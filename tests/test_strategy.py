@@ -16,9 +16,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from lightning_cp import ContextParallelStrategy
 from lightning_cp.api import Shard
 from lightning_cp.config import Config
-from lightning_cp.context import Context
+from lightning_cp.context import CallLog, Context, Served
 from lightning_cp.data.cut import Rules, cut
-from lightning_cp.errors import ConfigError
+from lightning_cp.diagnostics.slow import warn_of_reference
+from lightning_cp.errors import ConfigError, ContextParallelWarning
 from lightning_cp.mesh import Mesh
 from lightning_cp.plan import Direct
 from lightning_cp.plugin.table import StartTable, attended
@@ -257,6 +258,54 @@ def test_table_says_which_kernel_is_taken(given, queries, words, monkeypatch):
     start, shard = table(1, 2, {"input_ids": torch.zeros(1, 8)}, attention_backend=given)
     found = dict(start.rows(shard, "in a test", queries))["attention kernel"]
     assert found.startswith(words)
+
+
+def log_of(*kinds: Served, kernel: str = "auto") -> Any:
+    """A context whose calls these kernels computed."""
+    return SimpleNamespace(log=CallLog(kernels=dict.fromkeys(kinds)), kernel=kernel, rank=0)
+
+
+PLAIN = Served("sdpa", (), (), (64, 64), torch.float32)
+CAPPED = Served(
+    "reference", ("the sdpa kernel computes no softcap",), ("softcap",), (16, 8), torch.float32
+)
+
+
+def test_kernels_of_other_calls_are_said_once(capsys):
+    start, shard = table(1, 2, {"input_ids": torch.zeros(1, 8, dtype=torch.int64)})
+    start.served(log_of(CAPPED))
+    assert capsys.readouterr().out == ""  # nothing differs from a table that is not shown
+    start.show(shard, "in a test", QUERIES)
+    capsys.readouterr()
+    for kinds, times in (((PLAIN,), 0), ((PLAIN, CAPPED), 1), ((CAPPED,), 0)):
+        start.served(log_of(*kinds))
+        said = " ".join(capsys.readouterr().out.replace("\u2502", " ").split())
+        assert said.count("attention kernels of other calls") == times
+        assert said.count("with softcap (float32, heads of") == times
+        assert said.count("reference; the sdpa kernel") == times
+        assert "plain" not in said
+
+
+def test_the_slow_reference_is_warned_of():
+    assert not warn_of_reference(log_of(PLAIN))
+    assert not warn_of_reference(log_of(CAPPED, kernel="reference"))
+    words = r"took the reference.*calls with softcap: the sdpa kernel computes no softcap; say att"
+    with pytest.warns(ContextParallelWarning, match=words):
+        assert warn_of_reference(log_of(PLAIN, CAPPED))
+
+
+@pytest.mark.parametrize(
+    ("option", "rows"),
+    [
+        ("refuse", []),
+        ("tile", ["numbers of every call, rank and block (tile)"]),
+        ("off", ["left out (off)"]),
+    ],
+)
+def test_table_says_what_becomes_of_attention_dropout(option, rows):
+    start, shard = table(1, 2, {"input_ids": torch.zeros(1, 8)}, attention_dropout=option)
+    found = start.rows(shard, "in a test", QUERIES)
+    assert [value for name, value in found if name == "attention dropout"] == rows
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Dropout of attention weights in swapped calls: how much, which, and that gradients follow it."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_cp.config import Config
-from lightning_cp.context import Context
-from lightning_cp.errors import ConfigError, RefusedError
+from lightning_cp.context import Context, Served
+from lightning_cp.errors import ConfigError, ContextParallelWarning, RefusedError
 from lightning_cp.plan import Replicated
 from lightning_cp.swap.dropped import kept_dropout
 from tests._harness import flash_attn, hf
@@ -161,6 +162,35 @@ def test_modules_drop_in_training_alone(kind: str, pool: Pool) -> None:
     assert not torch.allclose(found["tile True"], plain, atol=1e-3)
     for name in ("off True", "tile False", "off False", "none False"):
         torch.testing.assert_close(found[name], plain, rtol=0, atol=1e-13, msg=name)
+
+
+def warned(rank: int, world: int) -> tuple[list[str], list[Served]]:
+    """Warnings of three steps, and which kernels computed the last."""
+    batch = {"input_ids": hf.tokens()}
+    with (
+        one_group(rank, world, attention_dropout="tile") as parallel,
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        model = Multihead(0.5)
+        for _ in range(3):
+            shard = parallel.shard(batch, module=model)
+            with parallel.active(shard):
+                model(**shard.batch)
+            parallel.check(shard, None)
+    said = [str(x.message) for x in caught if x.category is ContextParallelWarning]
+    return said, list(shard.context.log.kernels)
+
+
+def test_the_slow_reference_is_warned_of_once(pool: Pool) -> None:
+    first, *others = pool.run(warned, world=2)
+    (message,) = first[0]
+    assert "reference, which is slow, for calls with dropout: the sdpa kernel computes" in message
+    assert "attention_backend='reference' if that is fine" in message
+    assert all(said == [] for said, _ in others)
+    for _, kinds in (first, *others):
+        assert [(x.kernel, x.terms, x.dims) for x in kinds] == [("reference", ("dropout",), (4, 4))]
+        assert kinds[0].passed[0] == "the sdpa kernel computes no dropout"
 
 
 def replicated(rank: int, world: int) -> None:

@@ -123,7 +123,7 @@ def _batch(length: int, documents: bool = False) -> Batch:
     return batch
 
 
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     found = model(**batch)
     return found if isinstance(found, Tensor) else found.loss
 
@@ -159,7 +159,7 @@ class Step(NamedTuple):
 def _step(parallel: ContextParallel, model: nn.Module, shard: Shard) -> Step:
     log = shard.context.log
     with parallel.active(shard), CollectiveRecorder() as recorder:
-        loss = _loss(model, shard.batch)
+        loss = loss_of(model, shard.batch)
         attention, calls = log.attention, len(recorder.calls)
         loss.backward()
     parallel.check(shard, loss)
@@ -245,12 +245,12 @@ def _in_flight(rank: int, world: int, joint: bool) -> None:
         for length in lengths:
             shard = parallel.shard(_batch(length, documents=True), module=expected)
             with parallel.active(shard):
-                _loss(expected, shard.batch).backward()
+                loss_of(expected, shard.batch).backward()
         losses = []
         for length in lengths:
             shard = parallel.shard(_batch(length, documents=True), module=model)
             with parallel.active(shard):
-                losses.append(_loss(model, shard.batch))
+                losses.append(loss_of(model, shard.batch))
             logs.append(shard.context.log)
         for loss in [losses[0] + losses[1]] if joint else losses:
             loss.backward()

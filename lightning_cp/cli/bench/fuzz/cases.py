@@ -1,4 +1,4 @@
-"""Random attention calls of a group: lengths, documents, padding, windows, layouts, exchanges."""
+"""Random attention calls of a group: lengths, masks, terms of scores, layouts, exchanges."""
 
 import random
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ import torch
 
 from lightning_cp.balance import DOCUMENT_LAYOUTS, Balanced, layout_of
 from lightning_cp.layout import LAYOUTS, Layout
-from lightning_cp.mask import Documents, Edges, Mask, Window
+from lightning_cp.mask import Documents, Edges, Mask, MaskMod, Window
 from lightning_cp.plan import SCHEDULES, Exchange, Hybrid
 from lightning_cp.spans import Span
 
@@ -20,6 +20,40 @@ DTYPES = {
 }
 
 
+MASK_MODS: dict[str, MaskMod] = {
+    "thirds": lambda b, h, q, k: (q + 2 * k) % 3 != 0,
+    "heads": lambda b, h, q, k: (q + k + h) % 2 == 0,
+    "rows": lambda b, h, q, k: ((q - k) % (b + 2) == 0) | (k % 5 == 0),
+}
+"""Functions that hide keys, by name."""
+
+LEARNED = ("sinks", "slopes", "table")
+"""What is learned by head, see `lightning_cp.kernels.scores.PerHead`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What the call does to its scores besides scaling them.
+
+    Attributes:
+        softcap: see `lightning_cp.attend`.
+        learned: names of what is learned by head.
+        reach: the greatest distance in a table.
+        mask_mod: name of a function that hides keys.
+    """
+
+    softcap: float | None = None
+    learned: tuple[str, ...] = ()
+    reach: int = 0
+    mask_mod: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the terms that there are."""
+        given = {"softcap": self.softcap, "mask_mod": self.mask_mod}
+        return [*(name for name, x in given.items() if x is not None), *self.learned]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """One attention call of a group of ranks, forward and backward.
@@ -27,6 +61,7 @@ class Case:
     Attributes:
         number: which of the cases of a seed.
         mask: who sees whom.
+        terms: of the scores.
         layouts: who holds which queries, and which keys; positions past the mask are dummies.
         schedule: the exchange with its options.
         kernel: name of the kernel.
@@ -38,6 +73,7 @@ class Case:
 
     number: int
     mask: Mask
+    terms: Terms
     layouts: tuple[Layout, Layout]
     schedule: Exchange
     kernel: str
@@ -88,15 +124,17 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
     head_dim, kv_heads = dice.choice((3, 4, 8, 16)), dice.choice((1, 2, 3, 4))
     schedule = _schedule(dice, world)
     fewest = -(-schedule.block(world) // kv_heads)
+    terms = _terms(dice)
     return Case(
         number=number,
         mask=mask,
+        terms=terms,
         layouts=(
             q_layout,
             _layout(dice, (0, kv_length + dice.choice((0, 3))), world) if crossed else q_layout,
         ),
         schedule=schedule,
-        kernel=kernel,
+        kernel="reference" if set(terms.names) - {"sinks"} else kernel,
         dtype=dice.choice(("fp64", "fp64", "fp32", "bf16", "fp16")),
         heads=(kv_heads * max(fewest, dice.choice((1, 1, 2, 3, 4))), kv_heads),
         dims=(head_dim, dice.choice((head_dim, head_dim, 5))),
@@ -144,6 +182,17 @@ def _prefix(dice: random.Random, length: int, batch: int) -> tuple[int, ...] | N
     """None, or one for all rows or for each."""
     rows = dice.choice((0, 0, 0, 1, batch))
     return tuple(dice.randint(0, length) for _ in range(rows)) or None
+
+
+def _terms(dice: random.Random) -> Terms:
+    if dice.random() < 0.6:
+        return Terms()
+    return Terms(
+        softcap=dice.choice((None, None, 1.5, 20.0)),
+        learned=tuple(name for name in LEARNED if dice.random() < 0.4),
+        reach=dice.choice((0, 1, 5, 80)),
+        mask_mod=dice.choice((None, None, *sorted(MASK_MODS))),
+    )
 
 
 def _layout(dice: random.Random, edges: Edges, world: int) -> Layout:

@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from lightning_cp.cli.bench.fuzz.cases import DTYPES, Case
+from lightning_cp.cli.bench.fuzz.terms import learned, plain_scores, scores_of, shown
 from lightning_cp.comm.mailbox import Mailboxes
 from lightning_cp.exchange import executor
 from lightning_cp.kernels import KERNELS
-from lightning_cp.kernels.base import Saved
+from lightning_cp.kernels.base import Kernel, Saved
+from lightning_cp.kernels.scores import PerHead
+from lightning_cp.kernels.terms import sink_gradient
 from lightning_cp.layout import Layout, contiguous
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Ring, build_plan
@@ -32,13 +35,23 @@ UNITS = 4
 """What is allowed beside: units of rounding, because one rank may hit the truth by luck."""
 
 
+NOTHING = torch.empty(0)
+"""The gradient of what is not learned."""
+
+
 class Results(NamedTuple):
-    """Output `[B, H, S, D]` and gradients in the shapes of q, k and v."""
+    """Output `[B, H, S, D]`, gradients in the shapes of q, k and v, and of what is learned.
+
+    What is not learned has an empty gradient.
+    """
 
     out: Tensor
     dq: Tensor
     dk: Tensor
     dv: Tensor
+    dsinks: Tensor
+    dslopes: Tensor
+    dtable: Tensor
 
 
 def check(case: Case) -> str | None:
@@ -52,7 +65,8 @@ def check(case: Case) -> str | None:
         found = run(case, whole)
     except FINDINGS as error:
         return f"{type(error).__name__}: {error}"
-    exact = plain(case, [x.double() for x in whole])
+    given = PerHead(*(None if x is None else x.double() for x in learned(case)))
+    exact = plain(case, [x.double() for x in whole], given)
     alone = (
         run(replace(case, layouts=_alone(case), schedule=Ring()), whole)
         if case.dtype != "fp64"
@@ -87,7 +101,8 @@ def _rounding(found: Tensor, exact: Tensor, whole: list[Tensor]) -> float:
 def run(case: Case, whole: list[Tensor]) -> Results:
     """The call as the ranks of a group make it, one after the other, put together again."""
     q_layout, kv_layout = case.layouts
-    kernel, boxes = KERNELS[case.kernel], Mailboxes()
+    given, boxes = learned(case), Mailboxes()
+    kernels = [KERNELS[case.kernel].bound(scores_of(case, given)) for _ in range(case.world)]
     scale = case.dims[0] ** -0.5
     cut = [
         [layout.shard(x, rank=rank, dim=2) for x, layout in zip(whole, _layouts(case), strict=True)]
@@ -100,43 +115,58 @@ def run(case: Case, whole: list[Tensor]) -> Results:
     outs = executor.together(
         [
             executor.forward(plan, kernel, q, k, v, scale=scale, link=boxes.link(plan.rank))
-            for plan, (q, k, v, _) in zip(plans, cut, strict=True)
+            for plan, kernel, (q, k, v, _) in zip(plans, kernels, cut, strict=True)
         ]
     )
+    saved = [
+        Saved(q, out, lse, grad) for (q, _, _, grad), (out, lse) in zip(cut, outs, strict=True)
+    ]
     grads = executor.together(
         [
-            executor.backward(
-                plan,
-                kernel,
-                Saved(q, out, lse, grad),
-                k,
-                v,
-                scale=scale,
-                link=boxes.link(plan.rank),
-            )
-            for plan, (q, k, v, grad), (out, lse) in zip(plans, cut, outs, strict=True)
+            executor.backward(plan, kernel, own, k, v, scale=scale, link=boxes.link(plan.rank))
+            for plan, kernel, own, (_, k, v, _) in zip(plans, kernels, saved, cut, strict=True)
         ]
     )
     if not boxes.empty:
         raise AssertionError("a message was sent that nobody waited for")
     parts = zip(*((out, *three) for (out, _), three in zip(outs, grads, strict=True)), strict=True)
     layouts = (q_layout, q_layout, kv_layout, kv_layout)
-    return Results(
-        *(layout.unshard(list(part), dim=2) for layout, part in zip(layouts, parts, strict=True))
+    whole_rows = (
+        layout.unshard(list(part), dim=2) for layout, part in zip(layouts, parts, strict=True)
     )
+    return Results(*whole_rows, *_learned_gradients(kernels, saved, given))
 
 
-def plain(case: Case, whole: list[Tensor]) -> Results:
+def _learned_gradients(
+    kernels: list[Kernel], saved: list[Saved], given: PerHead
+) -> tuple[Tensor, ...]:
+    """Gradients of what is learned, to which every rank adds its part."""
+    found = [kernel.scores.grads for kernel in kernels]
+    if given.sinks is not None:
+        own = [sink_gradient(rows, given.sinks) for rows in saved]
+        found = [x._replace(sinks=sinks) for x, sinks in zip(found, own, strict=True)]
+    parts = zip(*found, strict=True)
+    return tuple(NOTHING if x[0] is None else torch.stack(x).sum(0) for x in parts)
+
+
+def plain(case: Case, whole: list[Tensor], given: PerHead) -> Results:
     """Softmax attention over all pairs, and its gradients by torch's own differentiation."""
     q, k, v = inputs = [x.detach().requires_grad_() for x in whole[:3]]
+    for x in given:
+        inputs += [] if x is None else [x.requires_grad_()]
     ratio = case.heads[0] // case.heads[1]
-    seen = visible(case)
+    seen = shown(case, visible(case))
     scores = q @ k.repeat_interleave(ratio, 1).mT * case.dims[0] ** -0.5
     # A row that sees nothing gets any finite scores, and then weight 0.
-    weights = scores.masked_fill(~seen, -1e4).softmax(-1) * seen
+    scores = plain_scores(case, scores, given).masked_fill(~seen, -1e4)
+    if given.sinks is not None:
+        sinks = given.sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = scores.softmax(-1)[..., : seen.shape[-1]] * seen
     out = weights @ v.repeat_interleave(ratio, 1)
-    grads = torch.autograd.grad(out, inputs, whole[3])
-    return Results(out.detach(), *grads)
+    grads = list(torch.autograd.grad(out, inputs, whole[3]))
+    more = iter(grads[3:])
+    return Results(out.detach(), *grads[:3], *(NOTHING if x is None else next(more) for x in given))
 
 
 def visible(case: Case) -> Tensor:

@@ -64,6 +64,7 @@ def _kinds(case: Case) -> list[str]:
     for name in ("documents", "keys", "window", "chunk", "prefix"):
         if getattr(mask, name) is not None:
             kinds.append({"keys": "padding"}.get(name, name))
+    kinds += [f"with {name}" for name in case.terms.names]
     if case.dims[0] != case.dims[1]:
         kinds.append("keys and values of two sizes")
     if case.heads[0] != case.heads[1]:
