@@ -42,7 +42,8 @@ def shown(case: Case, seen: Tensor) -> Tensor:
         torch.arange(size).view(*(-1 if d == dim else 1 for d in range(4)))
         for dim, size in enumerate((seen.shape[0], case.heads[0], *seen.shape[2:]))
     )
-    return seen & MASK_MODS[case.terms.mask_mod](b, h, q, k)
+    found: Tensor = seen & MASK_MODS[case.terms.mask_mod](b, h, q, k)
+    return found
 
 
 def plain_scores(case: Case, scores: Tensor, given: PerHead) -> Tensor:
