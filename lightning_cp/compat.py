@@ -83,6 +83,12 @@ def urgent_options(device_type: str, *, ctas: int, timeout: timedelta | None) ->
     return options
 
 
+def gather_into(output: torch.Tensor, part: torch.Tensor, *, group: Any) -> Any:
+    """Start to gather equal parts of all ranks into one tensor; named anew in torch 2.13."""
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, part, group=group, async_op=True)
+
+
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread, recomputed forwards included."""
     return bool(torch._C._current_graph_task_id() != -1)

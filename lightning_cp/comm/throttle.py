@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 
 from lightning_cp.comm.p2p import Link, Message, Role, Waiting
+from lightning_cp.compat import gather_into
 from lightning_cp.errors import ConfigError
 
 PROBE_BYTES = 8 * 2**20
@@ -87,7 +88,7 @@ class ThrottledGather:
     ) -> Any:
         """Gather equal parts of all ranks; without `async_op` wait until the link is free again."""
         due = self._link.leaves(input_tensor.nbytes * (dist.get_world_size(group) - 1))
-        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+        work = gather_into(output_tensor, input_tensor, group=group)
         paced = _PacedWork(work, due)
         if async_op:
             return paced
