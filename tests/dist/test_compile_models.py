@@ -168,7 +168,9 @@ def test_one_graph_for_all_lengths(pool: Pool, name: str) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_inductor(pool: Pool, world: int, name: str) -> None:
     graphs = pool.run(_lengths, "inductor", WAYS[name], LENGTHS, world=world, timeout=500)
-    assert max(graphs) <= 2
+    # One of the first length, one of all others; and one more where a rank's share of a length is
+    # by chance the size of another dimension, which the compiler then takes for the same.
+    assert max(graphs) <= 3
 
 
 def _hugging_face(rank: int, world: int, options: dict[str, bool]) -> None:
