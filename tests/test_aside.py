@@ -114,11 +114,12 @@ def save_for_ever(path: str) -> None:
 @pytest.mark.timeout(120)
 def test_killed_processes_leave_a_complete_file(tmp_path: Path) -> None:
     path, draw = tmp_path / "last.ckpt", random.Random(0)
-    context = multiprocessing.get_context("fork")
-    for _ in range(5):
-        process = context.Process(target=save_for_ever, args=(str(path),))
+    context = multiprocessing.get_context("spawn")  # threads of this process survive no fork
+    for _ in range(3):
+        path.unlink(missing_ok=True)
+        process = context.Process(target=save_for_ever, args=(str(path),), daemon=True)
         process.start()
-        while not path.exists():
+        while not path.exists() and process.is_alive():
             time.sleep(0.01)
         time.sleep(draw.uniform(0, 0.2))
         assert process.pid is not None
