@@ -4,6 +4,7 @@ Both look inside this package's own operators, which are opaque to other dispatc
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from lightning_cp.compat import group_name
 from lightning_cp.functional import operators
 
 
-class _Inside(TorchDispatchMode):
+class _Inside(TorchDispatchMode, ABC):
     """A dispatch mode that stays on inside the operators that communicate."""
 
     _inside: dict[Any, Callable[..., Any]] = {  # noqa: RUF012  (a constant table)
@@ -46,8 +47,9 @@ class _Inside(TorchDispatchMode):
         self._look(func, args, kwargs, found)
         return found
 
+    @abstractmethod
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: Any, found: Any) -> None:
-        raise NotImplementedError
+        """Look at an operator that has run, and at what it returned."""
 
 
 class MemoryTracker(_Inside):

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_cp.plan.schedule import Demand
-from lightning_cp.spans import Spans
+from lightning_cp.plan.schedule import NoRounds
 
 
 @dataclass(frozen=True)
-class Held:
+class Held(NoRounds):
     """Nothing travels; a rank computes what its queries see of the keys that it holds."""
 
     name: ClassVar[str] = "held"
@@ -19,11 +18,3 @@ class Held:
     def block(self, world: int) -> int:
         """No ranks swap heads for tokens."""
         return 1
-
-    def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
-        """None."""
-        return ()
-
-    def carried(self, owner: int, reader: int, demand: Demand) -> Spans:
-        """Nothing."""
-        return ()

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_cp.plan.schedule import Demand
-from lightning_cp.spans import Spans
+from lightning_cp.plan.schedule import NoRounds
 
 
 @dataclass(frozen=True)
-class Replicated:
+class Replicated(NoRounds):
     """Every rank gets all tokens of all heads, computes what one device would, and keeps its own.
 
     Output and gradients are then the same bits for any number of ranks and any layout: nothing is
@@ -24,11 +23,3 @@ class Replicated:
     def block(self, world: int) -> int:
         """All ranks."""
         return world
-
-    def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
-        """None: a block holds everything."""
-        return ()
-
-    def carried(self, owner: int, reader: int, demand: Demand) -> Spans:
-        """Nothing."""
-        return ()

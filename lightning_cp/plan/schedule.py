@@ -87,6 +87,18 @@ class Schedule(Protocol):
         ...
 
 
+class NoRounds:
+    """Of a schedule by which no keys travel between ranks, or between blocks of them."""
+
+    def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
+        """None."""
+        return ()
+
+    def carried(self, owner: int, reader: int, demand: Demand) -> Spans:
+        """Nothing."""
+        return ()
+
+
 def check_options(head_chunks: int, half_grads: bool) -> None:
     """Refuse what is no number of groups of heads, or no choice.
 

@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lightning_cp.plan.schedule import Demand, check_options
-from lightning_cp.spans import Spans
+from lightning_cp.plan.schedule import NoRounds, check_options
 
 
 @dataclass(frozen=True)
-class Ulysses:
+class Ulysses(NoRounds):
     """Ranks swap heads for tokens, and each computes its heads as one device would.
 
     Queries travel too, but what a rank moves shrinks with the size of the group. Tiles are as large
@@ -37,11 +36,3 @@ class Ulysses:
     def block(self, world: int) -> int:
         """All ranks."""
         return world
-
-    def rounds(self, demand: Demand) -> tuple[tuple[int, ...], ...]:
-        """None: a block holds everything."""
-        return ()
-
-    def carried(self, owner: int, reader: int, demand: Demand) -> Spans:
-        """Nothing."""
-        return ()

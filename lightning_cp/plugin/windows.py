@@ -30,19 +30,22 @@ class GatherWindows(ShardedParameters):
 
     def _open_window(self, module: nn.Module) -> None:
         """Begin to watch the blocks of a sharded module."""
-        wanted = self._config.param_gather
-        if self._mesh is None or len(sharded_parts(module)) < 3 or wanted == "fsdp":
+        wanted, count = self._config.param_gather, len(sharded_parts(module)) - 1
+        if self._mesh is None or wanted == "fsdp":
             return
-        if self._parallel is None:
-            if wanted == "after_attention" and self._mesh.rank == 0:
+        reason = ""
+        if count < 2:
+            reason = f"the model has {count} blocks that are gathered apart, and it takes two"
+        elif self._parallel is None and wanted != "early":
+            reason = "it waits for attention of context parallelism, and context_parallel_size is 1"
+        if reason:
+            if wanted != "auto" and self._mesh.rank == 0:
                 warnings.warn(
-                    "param_gather='after_attention' waits for attention of context parallelism, "
-                    "and context_parallel_size is 1; torch's own order is kept",
+                    f"param_gather={wanted!r} does nothing: {reason}; torch's own order is kept",
                     ContextParallelWarning,
                     stacklevel=2,
                 )
-            if wanted != "early":
-                return
+            return
         self._decided = wanted != "auto"
         self._gathers = Gathers(module, wanted if self._decided else "fsdp")
         if self._parallel is not None:

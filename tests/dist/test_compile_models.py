@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_cp import checkpoint_policy, functional
 from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
+from tests._harness.group import one_group
 from tests._harness.hf import build
 from tests._harness.pool import Pool
 
@@ -90,21 +91,6 @@ def _loss(model: nn.Module, batch: Batch) -> Tensor:
     return found if isinstance(found, Tensor) else found.loss
 
 
-@contextmanager
-def _parallel(rank: int, world: int) -> Iterator[ContextParallel]:
-    parallel = ContextParallel(
-        dist.group.WORLD,
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(),
-    )
-    try:
-        yield parallel
-    finally:
-        parallel.close()
-
-
 def _compared(
     parallel: ContextParallel, eager: nn.Module, compiled: nn.Module, lengths: tuple[int, ...]
 ) -> list[tuple[int, int]]:
@@ -137,7 +123,7 @@ def _lengths(
 ) -> int:
     """Graphs of a whole model with its loss."""
     counter = CompileCounterWithBackend(backend)
-    with _parallel(rank, world) as parallel:
+    with one_group(rank, world) as parallel:
         compiled = _model(**options)
         compiled.compile(backend=counter, fullgraph=True)
         counted = _compared(parallel, _model(**options), compiled, lengths)
@@ -175,7 +161,7 @@ def test_inductor(pool: Pool, world: int, name: str) -> None:
 
 def _hugging_face(rank: int, world: int, options: dict[str, bool]) -> None:
     """In several graphs: what is checked of masks and calls is not part of any."""
-    with _parallel(rank, world) as parallel:
+    with one_group(rank, world) as parallel:
         compiled = _llama(**options)
         compiled.compile(backend="aot_eager")
         counted = _compared(parallel, _llama(**options), compiled, LENGTHS[:3])

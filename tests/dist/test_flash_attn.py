@@ -16,6 +16,7 @@ from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.errors import RefusedError
 from tests._harness import flash_attn as standin
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -179,21 +180,6 @@ def _model(package: Any, case: Case, kind: type[Model] = Model) -> Model:
     return kind(package, case).double()
 
 
-@contextmanager
-def _parallel(rank: int, world: int, **options: Any) -> Iterator[ContextParallel]:
-    parallel = ContextParallel(
-        dist.group.WORLD,
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(**options),
-    )
-    try:
-        yield parallel
-    finally:
-        parallel.close()
-
-
 def _check(rank: int, world: int, name: str, kind: type[Model], **options: Any) -> None:
     case = CASES[name]
     with standin.installed() as package:
@@ -201,7 +187,7 @@ def _check(rank: int, world: int, name: str, kind: type[Model], **options: Any) 
         reference = _loss(expected, _batch(case.documents))
         reference.backward()
         options["documents"] = "position_ids" if case.documents else "none"
-        with _parallel(rank, world, **options) as parallel:
+        with one_group(rank, world, **options) as parallel:
             before = len(standin.CALLS)
             for _ in range(2):
                 model.zero_grad()
@@ -250,7 +236,7 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
     for name, (call, documents, _) in REFUSALS.items():
         with (
             standin.installed() as package,
-            _parallel(rank, world, documents="position_ids" if documents else "none") as parallel,
+            one_group(rank, world, documents="position_ids" if documents else "none") as parallel,
         ):
             model = _model(package, Case(call, {}))
             parallel.shard(_batch(documents), module=model).digest.wait()

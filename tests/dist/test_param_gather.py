@@ -1,5 +1,6 @@
 """`param_gather`: whole runs in every window equal those of the plain Trainer."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -95,6 +96,31 @@ def chosen(rank: int, world: int, window: str) -> list[str]:
 @pytest.mark.parametrize("window", ["early", "after_attention"])
 def test_auto_decides_after_the_first_backward(window: str, pool: Pool) -> None:
     assert pool.run(chosen, window, world=2) == [["fsdp", *[window] * 4]] * 2
+
+
+def warned(rank: int, world: int, options: dict[str, Any]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        windows(rank, world, options)
+    return [str(x.message) for x in found if "param_gather" in str(x.message)]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"param_gather": "after_attention", "context_parallel_size": 1}, "size is 1"),
+        ({"param_gather": "early", "auto_wrap_policy": ()}, "0 blocks that are gathered apart"),
+        ({"auto_wrap_policy": ()}, ""),
+        ({"param_gather": "fsdp", "context_parallel_size": 1}, ""),
+    ],
+)
+def test_a_window_that_does_nothing_says_so_once(
+    options: dict[str, Any], reason: str, pool: Pool
+) -> None:
+    first, second = pool.run(warned, options, world=2)
+    assert second == []
+    assert len(first) == bool(reason)
+    assert all(f"{reason}" in text and "torch's own order is kept" in text for text in first)
 
 
 def test_options_that_would_do_nothing_are_refused() -> None:

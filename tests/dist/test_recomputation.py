@@ -17,6 +17,7 @@ from lightning_cp.config import Config
 from lightning_cp.diagnostics.trace import CollectiveCall, CollectiveRecorder
 from lightning_cp.recomputation import described
 from tests._harness import flash_attn
+from tests._harness.group import one_group
 from tests._harness.hf import build
 from tests._harness.pool import Pool
 
@@ -128,21 +129,6 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return found if isinstance(found, Tensor) else found.loss
 
 
-@contextmanager
-def _parallel(rank: int, world: int, **options: Any) -> Iterator[ContextParallel]:
-    parallel = ContextParallel(
-        dist.group.WORLD,
-        meta=dist.new_group(backend="gloo"),
-        rank=rank,
-        world=world,
-        config=Config(**options),
-    )
-    try:
-        yield parallel
-    finally:
-        parallel.close()
-
-
 OUTSIDE = {"llama": 2}
 """Messages of a forward outside its layers: the labels, which the model shifts."""
 
@@ -179,7 +165,7 @@ def _exchanged(calls: list[CollectiveCall]) -> int:
 def _counted(rank: int, world: int, kind: str) -> dict[str, Step]:
     """A step with each way to call layers, after two that are watched more closely."""
     found = {}
-    with flash_attn.installed(), _parallel(rank, world) as parallel:
+    with flash_attn.installed(), one_group(rank, world) as parallel:
         for how in CALLS:
             model = made(kind, how)
             for _ in range(3):
@@ -216,7 +202,7 @@ def _dropping(rank: int, world: int, kind: str) -> dict[str, Step]:
     """A step with each way to call layers that drop weights, from the same seed."""
     found = {}
     options = {"attention_dropout": "tile", "attention_backend": "reference"}
-    with flash_attn.installed(), _parallel(rank, world, **options) as parallel:
+    with flash_attn.installed(), one_group(rank, world, **options) as parallel:
         for how in ("none", *CALLS):
             model = made(kind, "direct") if how == "none" else made(kind, how, dropout=0.4)
             shard = parallel.shard(_batch(11), module=model)
@@ -240,7 +226,7 @@ def _in_flight(rank: int, world: int, joint: bool) -> None:
     """Two packed micro-batches, both forwards before any backward."""
     lengths = (9, 14)
     expected, model = _own("sdpa", "direct"), _own("sdpa", "kept")
-    with _parallel(rank, world, documents="position_ids") as parallel:
+    with one_group(rank, world, documents="position_ids") as parallel:
         logs = []
         for length in lengths:
             shard = parallel.shard(_batch(length, documents=True), module=expected)
