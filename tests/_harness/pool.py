@@ -1,6 +1,5 @@
 """Gloo ranks that live for the whole test session: a task costs milliseconds."""
 
-import gc
 import multiprocessing
 import pickle
 import tempfile
@@ -44,7 +43,8 @@ class Pool:
     """`SIZE` processes, or more where a task needs them; it runs on the first `world` of them.
 
     A task is a function of a module, called as `function(rank, world, *args)` with the default
-    process group of `world` gloo ranks in place. Ranks that fail or hang are replaced.
+    process group of `world` gloo ranks in place. Ranks that fail, hang
+    or keep many groups are replaced.
 
     Args:
         package: what tasks find as `lightning.pytorch`: that, or `pytorch_lightning`.
@@ -113,16 +113,18 @@ class Pool:
         task = pickle.dumps((function, args))
         for rank in range(world):
             self._pipes[rank].send((rank, world, file, task))
-        found = []
+        found, groups = [], 0
         for rank in range(world):
             if not self._pipes[rank].poll(timeout):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {world} gave no answer within {timeout} s")
             try:
-                found.append(self._pipes[rank].recv())
+                outcome, left = self._pipes[rank].recv()
             except EOFError:
-                found.append(Failure("EOFError", "the process died", "the process died"))
-        if any(isinstance(outcome, Failure) for outcome in found):
+                outcome, left = Failure("EOFError", "the process died", "the process died"), 0
+            found.append(outcome)
+            groups = max(groups, left)
+        if groups > KEPT_GROUPS or any(isinstance(outcome, Failure) for outcome in found):
             self.close()
         return found
 
@@ -138,8 +140,11 @@ class Pool:
             self._pipes.append(ours)
 
 
-KEPT_GROUPS = 16
-"""Process groups that tasks may leave behind before they are given back."""
+KEPT_GROUPS = 48
+"""Process groups that tasks may leave behind before the ranks are replaced.
+
+Each keeps threads; hundreds of them slow down every later task.
+"""
 
 
 def _serve(pipe: Connection, package: str) -> None:
@@ -160,10 +165,9 @@ def _serve(pipe: Connection, package: str) -> None:
             function, args = pickle.loads(task)
             outcome = function(rank, world, *args)
             _check_clean()
-            _give_back_groups()
         except BaseException as error:
             outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
-        pipe.send(outcome)
+        pipe.send((outcome, _groups()))
 
 
 def _join(rank: int, world: int, file: str) -> None:
@@ -178,16 +182,9 @@ def _join(rank: int, world: int, file: str) -> None:
     )
 
 
-def _give_back_groups() -> None:
-    """End the groups of sharded modules, which need theirs as long as they live.
-
-    Each keeps threads; hundreds of them slow down every later task.
-    """
-    groups = dist.distributed_c10d._world.pg_map
-    if len(groups) > KEPT_GROUPS:
-        gc.collect()
-        for group in [group for group in groups if group is not dist.group.WORLD]:
-            dist.destroy_process_group(group)
+def _groups() -> int:
+    """How many process groups live: a sharded module's stay as long as the process."""
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _check_clean() -> None:
