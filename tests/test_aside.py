@@ -13,6 +13,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_cp.plugin import aside
 from lightning_cp.plugin.aside import WritesAside, growing, newest, put
+from tests._harness.grid import rare
 
 
 class Aside(WritesAside, TorchCheckpointIO):
@@ -111,11 +112,12 @@ def save_for_ever(path: str) -> None:
         Aside().save_checkpoint({"step": step, "x": torch.full((200_000,), float(step))}, path)
 
 
+@pytest.mark.parametrize("times", rare([1, 3], [3]))
 @pytest.mark.timeout(120)
-def test_killed_processes_leave_a_complete_file(tmp_path: Path) -> None:
+def test_killed_processes_leave_a_complete_file(times: int, tmp_path: Path) -> None:
     path, draw = tmp_path / "last.ckpt", random.Random(0)
     context = multiprocessing.get_context("spawn")  # threads of this process survive no fork
-    for _ in range(3):
+    for _ in range(times):
         path.unlink(missing_ok=True)
         process = context.Process(target=save_for_ever, args=(str(path),), daemon=True)
         process.start()

@@ -49,7 +49,12 @@ print(type(strategy).__module__)
     ("package", "other", "home"),
     [
         ("lightning.pytorch", "pytorch_lightning", "lightning_cp.plugin.strategy"),
-        ("pytorch_lightning", "lightning", "lightning_cp.plugin.pytorch_lightning"),
+        pytest.param(
+            "pytorch_lightning",
+            "lightning",
+            "lightning_cp.plugin.pytorch_lightning",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_script_without_our_import(package, other, home, run):

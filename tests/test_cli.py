@@ -74,11 +74,12 @@ def plain(tmp_path_factory):
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("package", "file", "arguments"),
     [
-        pytest.param("lightning.pytorch", "by_name.yaml", [], id="by-name", marks=pytest.mark.full),
+        pytest.param("lightning.pytorch", "by_name.yaml", [], id="by-name"),
         pytest.param(
             "pytorch_lightning",
             "overridden.yaml",

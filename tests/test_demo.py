@@ -18,6 +18,7 @@ from lightning_cp.errors import ConfigError
 SEQLEN = 509  # a prime: shares differ
 
 
+@pytest.mark.full  # the demo itself is a stage of .ci/run
 @pytest.mark.dist
 @pytest.mark.timeout(120)
 def test_demo_shows_equal_losses_and_less_memory(tmp_path, capfd):

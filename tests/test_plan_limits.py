@@ -13,7 +13,7 @@ from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask
 from lightning_cp.plan import Hybrid, Plan, Schedule, build_plan
 from tests._harness import oracle
-from tests._harness.grid import rotated
+from tests._harness.grid import rare, rotated
 
 HEADS, HEAD_DIM = 8, 64
 
@@ -23,7 +23,7 @@ def plans(mask: Mask, layout: str, exchange: str | Schedule, world: int) -> list
     return [build_plan(held, held, mask, rank=rank, exchange=exchange) for rank in range(world)]
 
 
-@pytest.mark.parametrize("world", [4, 8, 16, 64])
+@pytest.mark.parametrize("world", rare([4, 8, 16, 64], [64]))
 @pytest.mark.parametrize("exchange", ["ring", "direct"])
 def test_buffers_do_not_grow_with_the_group(exchange: str, world: int) -> None:
     length = 32768
@@ -103,7 +103,11 @@ def errors(world: int, exchange: str | Schedule, dtype: torch.dtype) -> list[tup
 
 @pytest.mark.parametrize(
     ("exchange", "dtype"),
-    rotated(("ring", "direct", "allgather", Hybrid(2)), [(torch.float32,), (torch.bfloat16,)]),
+    rotated(
+        ("ring", "direct", "allgather", Hybrid(2)),
+        [(torch.float32,), (torch.bfloat16,)],
+        rare=("ring", "direct"),
+    ),
     ids=str,
 )
 def test_error_is_flat_up_to_64_ranks(exchange: str | Schedule, dtype: torch.dtype) -> None:

@@ -179,9 +179,10 @@ def _job(rank: int, world: int, cache: str, context: bool) -> int:
     "first",
     [
         pytest.param(False, id="plain then cp"),
-        pytest.param(True, id="cp then plain", marks=pytest.mark.full),
+        pytest.param(True, id="cp then plain"),
     ],
 )
+@pytest.mark.full
 @pytest.mark.timeout(240)
 def test_jobs_share_a_compile_cache(pool: Pool, tmp_path: Path, first: bool) -> None:
     """The third job shows that the cache is in use: it finds the graph of the first."""

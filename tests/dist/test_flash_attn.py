@@ -16,6 +16,7 @@ from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.errors import RefusedError
 from tests._harness import flash_attn as standin
+from tests._harness.grid import rotated
 from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
@@ -214,8 +215,9 @@ def _functions(rank: int, world: int, layout: str) -> None:
         _check(rank, world, name, Model, layout=layout)
 
 
-@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("world", "layout"), rotated([1, 2, 3], [("contiguous",), ("zigzag",)])
+)
 def test_functions_of_the_package(pool: Pool, world: int, layout: str) -> None:
     pool.run(_functions, layout, world=world)
 

@@ -185,9 +185,8 @@ def plain_run(rank: int, world: int) -> bytes:
     return trained(rank, world, 0, "auto")
 
 
-@pytest.mark.parametrize(
-    ("world", "workers"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.full)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("world", "workers"), [(2, 1), (3, 0)])
 def test_trainer(pool: Pool, tmp_path: Path, world: int, workers: int) -> None:
     expected: Trained = pickle.loads(pool.run(plain_run, world=1, timeout=100)[0])
     for rank in (pickle.loads(x) for x in pool.run(cut_run, workers, world=world, timeout=100)):

@@ -165,15 +165,15 @@ def check(found: Outcome, whole: Outcome, step: int, rows: int = 2) -> None:
 
 
 SAME = [
-    ("cp2", "in-order", 0),
+    pytest.param("cp2", "in-order", 0, marks=pytest.mark.full),
     pytest.param("cp2", "in-order", 2, marks=pytest.mark.full),
     ("cp2", "shuffled", 0),
-    ("cp2", "shuffled", 2),
+    pytest.param("cp2", "shuffled", 2, marks=pytest.mark.full),
     ("cp3", "subset", 0),
-    ("cp2", "generator", 0),
-    ("cp2", "two", 0),
+    pytest.param("cp2", "generator", 0, marks=pytest.mark.full),
+    pytest.param("cp2", "two", 0, marks=pytest.mark.full),
     ("cp2", "stateful", 0),
-    ("cp2", "torchdata", 0),
+    pytest.param("cp2", "torchdata", 0, marks=pytest.mark.full),
     ("cp2", "torchdata", 2),
 ]
 WORLDS = {"cp2": 2, "cp3": 3}

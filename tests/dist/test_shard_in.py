@@ -26,7 +26,7 @@ from lightning_cp import ContextParallelCollate
 from lightning_cp.data.collate import ShardedBatch, Share, Uncut, WorkerCollate
 from lightning_cp.data.cut import Rules
 from lightning_cp.layout import LAYOUTS
-from tests._harness.grid import rotated
+from tests._harness.grid import rare, rotated
 from tests._harness.models import (
     Case,
     LanguageModel,
@@ -251,7 +251,10 @@ IN_WORKERS = [
 CASES = [(2, 2, "auto"), (3, 2, "auto"), (2, 0, "worker"), (3, 2, "worker")]
 
 
-@pytest.mark.parametrize(("kind", "world", "workers", "shard_in"), rotated(IN_WORKERS, CASES))
+@pytest.mark.parametrize(
+    ("kind", "world", "workers", "shard_in"),
+    rotated(IN_WORKERS, CASES, rare=("cut", "stream of batches", "combined", "persistent")),
+)
 def test_what_workers_cut(kind, world, workers, shard_in, pool):
     case = CASE if kind == "persistent" else SHORT
     for found in check(kind, case, world, workers, {"shard_in": shard_in}, pool):
@@ -275,7 +278,13 @@ def test_what_stays_whole(kind, workers, words, pool):
 
 
 @pytest.mark.parametrize(
-    "trainer", [{"overfit_batches": 2}, {"limit_train_batches": 3, "num_sanity_val_steps": 1}]
+    "trainer",
+    [
+        {"overfit_batches": 2},
+        pytest.param(
+            {"limit_train_batches": 3, "num_sanity_val_steps": 1}, marks=pytest.mark.full
+        ),
+    ],
 )
 def test_options_of_the_trainer(trainer, pool):
     case = replace(SHORT, lengths=(9,), shuffle=True, trainer=tuple(trainer.items()))
@@ -313,7 +322,7 @@ def test_workers_that_are_no_forks(pool):
         assert max(furthest(one.found, other.found).values()) == 0
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", rare(HOOKS, HOOKS[1:]))
 def test_an_overridden_hook_sees_whole_batches(hook, pool):
     main = pool.run(run, SHORT, {"shard_in": "main"}, "plain", 0, world=2)
     for found, other in zip(pool.run(run, SHORT, {}, "plain", 1, hook, world=2), main, strict=True):
@@ -373,6 +382,7 @@ def again(rank: int, world: int) -> tuple[list[list[int]], list[str]]:
     return seen, left
 
 
+@pytest.mark.full
 def test_a_loader_cuts_for_its_own_run_alone(pool):
     for seen, left in pool.run(again, world=2):
         assert seen == 5 * [list(range(8))]

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_cp.compat import ranks_of
-from tests._harness.grid import named, rotated
+from tests._harness.grid import named, rare, rotated
 from tests._harness.models import Case, LanguageModel, fit, loaders, seeded, trainer_of
 from tests._harness.rows import TRAINING, Row, assert_same, check, trainer
 from tests._harness.sharded import needs_sharding
@@ -53,7 +53,9 @@ def test_five_steps(row, stage, pool, plain):
 
 @pytest.mark.parametrize(
     ("row", "kind", "stage"),
-    rotated(MESHES[:4], [(Adam, 1), (Adam, 2), (Fused, 3), (Fused, 1)]),
+    rotated(
+        MESHES[:4], [(Adam, 1), (Adam, 2), (Fused, 3), (Fused, 1)], rare=MESHES[1:3]
+    ),
     ids=named,
 )
 def test_adam(row, kind, stage, pool):
@@ -70,7 +72,7 @@ def test_ways_to_train(row, stage, pool, plain):
     check(row, pool, plain, "64-true", zero_stage=stage)
 
 
-@pytest.mark.parametrize("row", [MESHES[0], MESHES[3]], ids=named)
+@pytest.mark.parametrize("row", rare([MESHES[0], MESHES[3]], [MESHES[3]]), ids=named)
 @pytest.mark.parametrize("kept", ["whole", "parts"])
 def test_gradients_are_accumulated_either_way(kept, row, pool, plain):
     check(row, pool, plain, "64-true", zero_stage=3, accumulate_gradients=kept)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.diagnostics.trace import _Inside
 
-from tests._harness.grid import rotated
+from tests._harness.grid import rare, rotated
 from tests._harness.models import Case, Outcome, Text, fit, loaders, outcome, seeded, trainer_of
 from tests._harness.rows import assert_same, trainer
 from tests._harness.shared import (
@@ -46,7 +46,7 @@ WAYS: dict[str, tuple[type[Shareable], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("way", "stage"), rotated(WAYS, [(3,), (2,), (1,)]))
+@pytest.mark.parametrize(("way", "stage"), rotated(WAYS, [(3,), (2,), (1,)], rare=["function"]))
 def test_five_steps(way, stage, pool):
     kind, options = WAYS[way]
     check(kind, FIVE, {**TP2, **options, "zero_stage": stage}, pool, world=4)
@@ -188,6 +188,7 @@ def test_refused(kind, options, error, message, pool):
         assert message in failure.message
 
 
+@pytest.mark.full
 def test_verified_run(pool):
     options = {**TP2, "zero_stage": 3, "tensor_parallel_plan": plan(), "verify": "first_batch"}
     check(Shareable, FIVE, options, pool, world=4)
@@ -214,7 +215,7 @@ def go_on(rank: int, world: int, options: dict[str, Any] | None, file: Path) -> 
     return outcome(run, model)
 
 
-@pytest.mark.parametrize("distributed", [False, True])
+@pytest.mark.parametrize("distributed", rare([False, True], [True]))
 def test_checkpoint_holds_no_trace_of_the_mesh(distributed, pool, tmp_path):
     saved = pool.run(save, tmp_path, distributed, world=4)[0]
     two = replace(FIVE, epochs=2)

@@ -167,7 +167,7 @@ def check_resumed(name: str, file: Path, uninterrupted: Any, pool: Pool, **more:
         ("cp2", "cp2"),
         pytest.param("cp2", "plain1", marks=pytest.mark.full),
         ("plain1", "cp3"),
-        ("cp3", "replicated"),
+        pytest.param("cp3", "replicated", marks=pytest.mark.full),
         pytest.param("replicated", "cp2", marks=pytest.mark.full),
         pytest.param("dp2", "dp2cp2", marks=pytest.mark.full),
         ("dp2cp2", "plain2"),
@@ -184,7 +184,7 @@ def test_file_resumes(before, after, saved, uninterrupted, pool):
         ("cp2", "cp3"),
         pytest.param("dp2", "dp2cp2", marks=pytest.mark.full),
         ("dp2cp2", "dp2"),
-        ("cp3", "replicated"),
+        pytest.param("cp3", "replicated", marks=pytest.mark.full),
         ("cp2", "one"),
     ],
 )
