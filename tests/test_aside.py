@@ -4,15 +4,17 @@ import multiprocessing
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from lightning_cp.plugin import aside
-from lightning_cp.plugin.aside import WritesAside, growing, newest, put
+from lightning_cp.plugin.aside import WritesAside, growing, newest, put, swapped
 from tests._harness.grid import rare
 
 
@@ -45,8 +47,12 @@ def write(path: Path, text: str, *, folder: bool) -> None:
 CHANGES = [
     *((Path, name) for name in ("rename", "replace", "unlink", "mkdir", "write_text")),
     (aside.shutil, "rmtree"),
+    (aside, "swapped"),
 ]
 """Every call that changes the disk."""
+
+TO_FOLDERS = [(False, True), (True, False), (True, True)]
+"""What was a folder before a save, and what is one after it, where one rename is not enough."""
 
 
 def crashes(path: Path, text: str, *, folder: bool, at: int) -> bool:
@@ -73,13 +79,26 @@ def crashes(path: Path, text: str, *, folder: bool, at: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("before", [None, False, True])
-@pytest.mark.parametrize("after", [False, True])
+def renames(one: Path, other: Path) -> bool:
+    """In place of `swapped`, as where that is not possible."""
+    return False
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "swap"),
+    [
+        *((None, after, swapped) for after in (False, True)),
+        (False, False, swapped),
+        *((*pair, how) for pair in TO_FOLDERS for how in (swapped, renames)),
+    ],
+)
 def test_a_crash_at_any_change_leaves_a_complete_one(
-    before: bool | None, after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: bool | None, after: bool, swap: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """None is no checkpoint before, True a folder; after a first crash there is a second one."""
     monkeypatch.setattr(aside.os, "fsync", lambda _: None)  # for crashes of machines, and slow
+    monkeypatch.setattr(aside, "swapped", swap)
+    one_step = swap is swapped and can_swap(tmp_path)
     seen, ended, again = set(), 0, 0
     for first in range(12):
         for second in range(12):
@@ -89,6 +108,7 @@ def test_a_crash_at_any_change_leaves_a_complete_one(
             for text, at in (("new", first), ("newer", second)):
                 crashed = crashes(path, text, folder=after, at=at)
                 found = newest(path)
+                assert found == path or not one_step
                 if before is not None or found.exists():
                     texts = set(content(found).values())
                     assert len(texts) == 1
@@ -103,6 +123,49 @@ def test_a_crash_at_any_change_leaves_a_complete_one(
     assert ended > 0
     assert again > 10
     assert seen == ({"new", "newer"} if before is None else {"old", "new", "newer"})
+
+
+def can_swap(folder: Path) -> bool:
+    """Whether the file system of a folder can let names change places."""
+    names = [folder / name for name in ("one", "other")]
+    for name in names:
+        name.write_text(name.name)
+    found = swapped(*names)
+    assert [name.read_text() for name in names] == (["other", "one"] if found else ["one", "other"])
+    for name in names:
+        name.unlink()
+    return found
+
+
+def test_names_that_cannot_change_places(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    assert not swapped(tmp_path / "one", tmp_path / "other")
+    assert [part.name for part in tmp_path.iterdir()] == ["one"]
+
+
+def test_the_name_of_a_folder_is_never_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks for the last checkpoint while it is replaced finds one."""
+    if not can_swap(tmp_path):
+        pytest.skip("this file system cannot let names change places")
+    monkeypatch.setattr(aside.os, "fsync", lambda _: None)
+    path, looks, done = tmp_path / "last.ckpt", list[bool](), threading.Event()
+    write(path, "0", folder=True)
+
+    def look() -> None:
+        while not done.is_set():
+            looks.append(path.is_dir())
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for number in range(1, 200):
+        write(path, str(number), folder=True)
+    done.set()
+    thread.join()
+    assert all(looks)
+    assert len(looks) > 100
+    assert set(content(path).values()) == {"199"}
 
 
 def save_for_ever(path: str) -> None:

@@ -2,12 +2,15 @@
 
 [Note: two names] A new checkpoint grows under a hidden name beside its own. When it is complete and
 on the disk it takes its name: a file by one rename; a folder, which no rename can put in place of
-another one, after the old one has been renamed to a second hidden name. So where the name is free
-and the second hidden name is taken, the first holds a complete checkpoint.
+another one, by changing places with the old one, which Linux does in one step. Where the system
+cannot, the old one is first renamed to a second hidden name. So where the name is free and the
+second hidden name is taken, the first holds a complete checkpoint.
 """
 
+import ctypes
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,13 +46,31 @@ def put(path: Path) -> None:
     new, old = _beside(path, "new"), _beside(path, "old")
     _sync(new)
     _remove(old)
-    if path.is_dir() or (new.is_dir() and (path.exists() or path.is_symlink())):
+    if not (path.is_dir() or (new.is_dir() and (path.exists() or path.is_symlink()))):
+        new.replace(path)
+    elif not swapped(new, path):
         path.rename(old)
         new.rename(path)
-    else:
-        new.replace(path)
     _sync_folder(path.parent)
-    _remove(old)
+    for what in (old, new):
+        _remove(what)
+
+
+def swapped(one: Path, other: Path) -> bool:
+    """Let two names of one file system change places, in one step.
+
+    Returns:
+        False where that was not possible, and nothing has changed: other systems than Linux, and
+        some file systems, know no such step.
+    """
+    if sys.platform != "linux":
+        return False
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    if call is None:  # of a C library that has no name for it
+        return False
+    first, second = (ctypes.c_char_p(os.fsencode(path.absolute())) for path in (one, other))
+    # RENAME_EXCHANGE of linux/fs.h; absolute names begin in no open folder.
+    return bool(call(0, first, 0, second, ctypes.c_uint(2)) == 0)
 
 
 def forget(path: Path) -> None:

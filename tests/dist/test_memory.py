@@ -2,15 +2,21 @@
 
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
 
+from lightning_cp import ContextParallelStrategy
 from lightning_cp.diagnostics.trace import MemoryTracker
 from tests._harness.group import one_group
 from tests._harness.pool import Pool
+from tests._harness.sharded import needs_sharding
+from tests._harness.trainer import pool_trainer
 
 pytestmark = pytest.mark.dist
 
@@ -50,12 +56,16 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def run_peak(rank: int, world: int, exchange: str, length: int) -> int:
+WIDE = {"layers": 4, "width": 256, "heads": 4, "vocabulary": 256}
+DEEP = {"layers": 16, "width": 32, "heads": 1, "vocabulary": 64}
+
+
+def run_peak(rank: int, world: int, exchange: str, length: int, sizes: dict[str, int]) -> int:
     """Peak bytes of forward and backward of one row, without parameters and their gradients."""
     with one_group(rank, world, exchange=exchange) as parallel:
         torch.manual_seed(0)
-        model = Model(layers=4, width=256, heads=4, vocabulary=256).bfloat16()
-        ids = torch.arange(length).remainder(256).unsqueeze(0)
+        model = Model(**sizes).bfloat16()
+        ids = torch.arange(length).remainder(sizes["vocabulary"]).unsqueeze(0)
         shard = parallel.shard({"input_ids": ids, "labels": ids.clone()}, module=model)
         tracker = MemoryTracker(model.parameters())
         with parallel.active(shard), tracker:
@@ -68,12 +78,73 @@ def run_peak(rank: int, world: int, exchange: str, length: int) -> int:
 @pytest.mark.timeout(1800)
 def test_peak_falls_with_the_group(pool: Pool) -> None:
     length = 32768
-    (alone,) = pool.run(run_peak, "direct", length, world=1, timeout=600)
+    (alone,) = pool.run(run_peak, "direct", length, WIDE, world=1, timeout=600)
     for exchange in ("ring", "direct"):
         for world, limit in ((2, 0.57), (4, 0.33)):
-            peaks = pool.run(run_peak, exchange, length, world=world, timeout=600)
+            peaks = pool.run(run_peak, exchange, length, WIDE, world=world, timeout=600)
             print(f"{exchange}, {world} ranks: {max(peaks) / alone:.3f} of {alone / 2**20:.0f} MiB")
             assert max(peaks) <= limit * alone, f"{exchange}, {world} ranks: {peaks} of {alone}"
+
+
+class Trained(pl.LightningModule):
+    """Counts the bytes of what it trains that are held by this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model(**DEEP)
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.model(**batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        trained = list(self.parameters())
+        states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+        kinds = trained, [x.grad for x in trained], states
+        self.held = [sum(own(x).nbytes for x in kind) for kind in kinds]
+
+
+def own(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def run_held(rank: int, world: int, options: dict[str, Any] | None) -> list[int]:
+    """Bytes of parameters, gradients and state of AdamW after a step."""
+    ids = torch.arange(64)
+    strategy = "auto" if options is None else ContextParallelStrategy(**options)
+    model = Trained()
+    run = pool_trainer(rank, world, strategy, max_epochs=1)
+    run.fit(model, DataLoader([{"input_ids": ids, "labels": ids}]))
+    return model.held
+
+
+@needs_sharding
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_table_of_all_bytes(pool: Pool) -> None:
+    """What a rank holds between steps, and what a step on 32,768 tokens makes."""
+    plain: list[int]
+    (plain,) = pool.run(run_held, None, world=1)
+    (alone,) = pool.run(run_peak, "direct", 32768, DEEP, world=1, timeout=400)
+    peak = max(pool.run(run_peak, "direct", 32768, DEEP, world=4, timeout=400))
+    print("| ranks | parameters | gradients | state of AdamW | together | activations |")
+    show(1, plain, sum(plain), alone, alone)
+    for world, made in ((2, None), (4, peak)):
+        options = {"context_parallel_size": world, "zero_stage": 3}
+        held = max(pool.run(run_held, options, world=world), key=sum)
+        show(world, held, sum(plain), made, alone)
+        assert sum(held) <= 1.05 * sum(plain) / world
+    assert peak <= 0.30 * alone
+
+
+def show(world: int, held: list[int], plain: int, made: int | None, alone: int) -> None:
+    """A row, with shares of what one process has."""
+    shares = [f"{sum(held):,} ({sum(held) / plain:.3f})"]
+    shares.append("" if made is None else f"{made:,} ({made / alone:.3f})")
+    print("|", " | ".join([str(world), *(f"{x:,}" for x in held), *shares]), "|")
 
 
 class Largest(MemoryTracker):
