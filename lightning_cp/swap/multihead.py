@@ -23,6 +23,7 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.swap._torch import is_tracing
 from lightning_cp.swap.guard import outside_only
 from lightning_cp.swap.sdpa import check_padding
+from lightning_cp.swap.shared import is_shared
 from lightning_cp.swap.where import caller
 
 Output = tuple[Tensor, Any]
@@ -42,6 +43,14 @@ EXTRA_KEYS = {
 }
 """Arguments that give a rank keys which are not its tokens, and what a user calls them."""
 
+WEIGHTS_OF_LAYERS = (
+    "in_proj_weight",
+    "q_proj_weight",
+    "k_proj_weight",
+    "v_proj_weight",
+    "out_proj_weight",
+)
+
 
 def multi_head_attention_forward(original: Callable[..., Output]) -> Callable[..., Output]:
     """The replacement of the function of this name, made from torch's own.
@@ -56,7 +65,8 @@ def multi_head_attention_forward(original: Callable[..., Output]) -> Callable[..
 
     Raises:
         RefusedError: from a call, for other masks, for additional keys (`add_bias_kv`,
-            `add_zero_attn`, static keys), and for what attention itself refuses.
+            `add_zero_attn`, static keys), for weights that are cut between ranks that share
+            layers, and for what attention itself refuses.
     """
     parameters = inspect.signature(original).parameters
     names = tuple(parameters)
@@ -138,6 +148,14 @@ def _sharded(original: Callable[..., Output], call: dict[str, Any], context: Con
                 f"are no tokens of the sequence, where one device has them once; leave it out"
             )
     query, key = call["query"], call["key"]
+    cut = [name for name in WEIGHTS_OF_LAYERS if is_shared(call[name])]
+    if cut and not is_shared(query):
+        raise RefusedError(
+            f"{caller(context)}: of nn.MultiheadAttention {', '.join(cut)} are cut between ranks "
+            f"that share layers, but it calls none of its layers and multiplies with whole "
+            f"weights; leave it out of the plan, so that each of these ranks has all of it, or "
+            f"take attention with linear layers for q, k, v and the output"
+        )
     _check_mask(context, call)
     padding = call["key_padding_mask"]
     if padding is not None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests._harness.models import Case, Outcome, Text, outcome, seeded, trainer_of
@@ -35,7 +36,7 @@ class Place(NamedTuple):
         dp: virtual devices.
         cp: ranks that share sequences.
         tp: ranks that share layers.
-        stage: `zero_stage`; None is the plain Trainer.
+        stage: `zero_stage`; None is the plain Trainer, on several devices with its DDPStrategy.
     """
 
     name: str
@@ -63,6 +64,26 @@ class Place(NamedTuple):
         if self.tp > 1:
             found |= {"tensor_parallel_size": self.tp, "tensor_parallel_plan": plan()}
         return found
+
+
+class Steps(Callback):
+    """Counts steps; checkpoints keep how many."""
+
+    count = 0
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """One more."""
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What one kept."""
+        self.count = state_dict["count"]
 
 
 class Grouped(Shareable):
@@ -98,7 +119,7 @@ def save_both(rank: int, world: int, place: Place, precision: str, folder: Path)
     """Train an epoch; save a file and, where parameters are sharded, a folder."""
     case = case_of(precision, 1)
     model = seeded(case, kind=Grouped)
-    run = trainer_of(rank, world, case, place.options())
+    run = trainer_of(rank, world, case, place.options(), callbacks=[Steps()])
     run.fit(model, *rows(case, place, rank))
     run.save_checkpoint(folder / "file.ckpt")
     strategy: Any = run.strategy
@@ -116,9 +137,11 @@ def go_on(rank: int, world: int, place: Place, precision: str, path: Path) -> Ou
     with torch.no_grad():
         for x in model.parameters():
             x.add_(1)
-    run = trainer_of(rank, world, case, place.options())
+    steps = Steps()
+    run = trainer_of(rank, world, case, place.options(), callbacks=[steps])
     run.fit(model, *rows(case, place, rank), ckpt_path=path)
-    return outcome(run, model)
+    found = outcome(run, model)
+    return found._replace(counts={**found.counts, "steps of a callback": steps.count})
 
 
 def both_epochs(rank: int, world: int, precision: str) -> Outcome:
@@ -142,7 +165,8 @@ def compare(found: list[Outcome], place: Place, whole: Outcome, tolerance: float
     assert np.abs(losses - whole.step_losses[STEPS:]).max() <= tolerance, losses
     for rank, one in enumerate(found):
         assert one.ids == devices[rank // peers].ids
-        assert one.counts["optimiser steps"] == 2 * STEPS
+        for name in ("optimiser steps", "steps of a callback"):
+            assert one.counts[name] == 2 * STEPS, name
         for name, value in whole.parameters.items():
             off = np.abs(one.parameters[name] - value).max()
             assert off <= tolerance, f"rank {rank} {name}: {off}"

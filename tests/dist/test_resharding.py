@@ -12,6 +12,8 @@ pytestmark = [pytest.mark.dist, needs_sharding]
 
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-6}
 PLAIN, ONE = Place("plain", stage=None), Place("one")
+DDP = Place("ddp2", dp=2, stage=None)
+CP2 = [Place(f"cp2-zero{n}", cp=2, stage=n) for n in (3, 0)]
 MESHES = {
     "dp1cp4": [Place(f"dp1cp4-zero{n}", cp=4, stage=n) for n in (3, 0, 1, 2)],
     "dp2cp2": [Place(f"dp2cp2-zero{n}", dp=2, cp=2, stage=n) for n in (1, 2, 3, 0)],
@@ -75,6 +77,22 @@ def whole(pool):
 def test_the_next_steps_are_the_same(source, what, target, saved, whole, pool):
     path = saved(source, "64-true") / f"{what}.ckpt"
     assert path.is_dir() == (what == "folder")
+    found = pool.run(go_on, target, "64-true", path, world=target.world)
+    compare(found, target, whole("64-true"), TOLERANCE["64-true"])
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (DDP, CP2[0]),
+        (CP2[0], DDP),
+        pytest.param(DDP, CP2[1], marks=pytest.mark.full),
+        pytest.param(CP2[1], DDP, marks=pytest.mark.full),
+    ],
+    ids=named,
+)
+def test_from_and_to_two_devices_of_the_plain_trainer(source, target, saved, whole, pool):
+    path = saved(source, "64-true") / "file.ckpt"
     found = pool.run(go_on, target, "64-true", path, world=target.world)
     compare(found, target, whole("64-true"), TOLERANCE["64-true"])
 
