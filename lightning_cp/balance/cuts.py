@@ -111,7 +111,7 @@ class Cutter:
         if at > rest.stop - least:
             return None
         total, head, short = self._with_tail(index, rest, at, own)
-        travels = self.problem.work.crossing(self.problem.lengths[rest.doc], at)
+        travels = self.problem.works[rest.doc].crossing(self.problem.lengths[rest.doc], at)
         return Cut(travels + head + 2 * short + self._lack(total), index, at, True, own)
 
     def _with_tail(self, index: int, rest: Rest, at: int, own: bool) -> tuple[int, int, int]:
@@ -133,13 +133,13 @@ class Cutter:
         stop = min(other.start + tokens, other.stop)
         work += pool.pairs(other, other.start, stop)
         length = self.problem.lengths[other.doc]
-        moved = self.problem.work.crossing(length, stop) if stop < length else 0
+        moved = self.problem.works[other.doc].crossing(length, stop) if stop < length else 0
         return work, moved, tokens - (stop - other.start)
 
     def _head(self, index: int) -> Cut | None:
         """The head that has the work that is missing."""
         rest, limits, least = self.pool.rests[index], self.limits, self.problem.min_piece
-        length, mask = self.problem.lengths[rest.doc], self.problem.work
+        length, mask = self.problem.lengths[rest.doc], self.problem.works[rest.doc]
 
         def work(at: int) -> int:
             return self.work + self.pool.pairs(rest, rest.start, at)

@@ -200,7 +200,7 @@ class _Filling:
         docs = [rest.doc for rest in self.pool.rests]
         index = docs.index(own) if own in docs else 0
         rest = self.pool.rests[index]
-        length, mask = self.problem.lengths[rest.doc], self.problem.work
+        length, mask = self.problem.lengths[rest.doc], self.problem.works[rest.doc]
         pairs = int(limits.cap_work - self.work) + mask.before(length, rest.start)
         least = self.problem.min_piece
         at = min(rest.start + missing, mask.fitting(length, pairs), rest.stop - least)

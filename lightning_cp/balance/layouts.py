@@ -17,6 +17,13 @@ DOCUMENT_LAYOUTS = ("balanced", "per_document_zigzag")
 """Names of the layouts that look at documents; those of `LAYOUTS` do not."""
 
 
+PARTS = 64
+"""Of a row for every rank, about: more parts that see nothing of each other are joined.
+
+To a plan they are documents, of which no key travels; a plan of many takes longer to make.
+"""
+
+
 class Padding(NamedTuple):
     """How many dummy tokens a layout adds.
 
@@ -80,10 +87,12 @@ def balanced(
     Raises:
         ConfigError: if the options are for another number of ranks.
     """
-    options = options or Balanced()
+    options, work = options or Balanced(), work or Causal()
+    least = sum(lengths) // (PARTS * world)
+    lengths = [part for length in lengths for part in work.parts(length, least)]
     problem = Problem(
         tuple(lengths),
-        work or Causal(),
+        work,
         options.shares(world),
         (options.work_cap, options.token_cap),
         options.align,

@@ -31,7 +31,7 @@ class Pool:
     """
 
     def __init__(self, problem: Problem, rests: Sequence[Rest]) -> None:
-        self._lengths, self._before = problem.lengths, problem.work.before
+        self._lengths, self._works = problem.lengths, problem.works
         self.rests = list(rests)
         self.index()
 
@@ -42,8 +42,8 @@ class Pool:
 
     def pairs(self, rest: Rest, start: int, stop: int) -> int:
         """Work of the tokens `start..stop` of the document of `rest`."""
-        length = self._lengths[rest.doc]
-        return self._before(length, stop) - self._before(length, start)
+        length, before = self._lengths[rest.doc], self._works[rest.doc].before
+        return before(length, stop) - before(length, start)
 
     def pop(self, index: int) -> Rest:
         """Take out one; the sums are those of before."""

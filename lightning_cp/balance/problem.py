@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -46,6 +46,7 @@ class Problem:
         align: cuts lie on multiples of this from the first token of a document, where neither a
             cap nor even work needs a finer cut.
         min_piece: least tokens of a piece of a document that is cut.
+        works: what the mask costs in every document.
     """
 
     lengths: tuple[int, ...]
@@ -54,6 +55,12 @@ class Problem:
     caps: tuple[float, float]
     align: int = 1
     min_piece: int = 1
+    works: tuple[Work, ...] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        firsts = accumulate(self.lengths, initial=0)
+        works = tuple(self.work.at(first) for first, _ in zip(firsts, self.lengths, strict=False))
+        object.__setattr__(self, "works", works)
 
     @property
     def world(self) -> int:
@@ -68,13 +75,15 @@ class Problem:
     @property
     def pairs(self) -> int:
         """Work of the row."""
-        return sum(self.work.before(length, length) for length in self.lengths)
+        found = zip(self.works, self.lengths, strict=True)
+        return sum(work.before(length, length) for work, length in found)
 
     def rests(self) -> list[Rest]:
         """All documents, sorted by work; empty ones are left out."""
-        found = enumerate(self.lengths)
-        before = self.work.before
-        return sorted(Rest(before(n, n), doc, 0, n) for doc, n in found if n)
+        found = zip(self.works, self.lengths, strict=True)
+        return sorted(
+            Rest(work.before(n, n), doc, 0, n) for doc, (work, n) in enumerate(found) if n
+        )
 
     def excess(self, work: Sequence[int], tokens: Sequence[int]) -> float:
         """By how much the rank that is worst is over a cap, in shares; 0 where all are within."""
@@ -145,11 +154,11 @@ def loads(problem: Problem, held: Sequence[Sequence[Piece]]) -> Loads:
 
 
 def _load(problem: Problem, docs: Mapping[int, Spans]) -> tuple[int, int, int, float]:
-    work, lengths = problem.work, problem.lengths
+    lengths = problem.lengths
     pairs = tokens = fragments = 0
     keys = 0.0
     for doc, spans in docs.items():
-        length = lengths[doc]
+        work, length = problem.works[doc], lengths[doc]
         fragments += len(spans)
         tokens += total(spans)
         for start, stop in spans:
@@ -169,7 +178,7 @@ def _travels(problem: Problem, ranks: Sequence[Mapping[int, Spans]]) -> tuple[li
     for doc, found in holders.items():
         if len(found) == 1:
             continue
-        length, reach = problem.lengths[doc], problem.work.reach
+        length, reach = problem.lengths[doc], problem.works[doc].reach
         seen = [
             union([*(reach(length, a, b) for a, b in ranks[rank][doc]), *ranks[rank][doc]])
             for rank in found

@@ -5,13 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt
-from typing import Protocol
+from typing import ClassVar, Protocol
 
-from lightning_cp.mask import Mask, Visibility
+from lightning_cp.mask import Mask
 
 
 class Work(Protocol):
     """What a mask costs within one document of `length` tokens. Pure integers, hashable."""
+
+    def at(self, first: int) -> "Work":
+        """What it costs within the document whose first token is the position `first` of the row.
+
+        Only a prefix tells documents of a row apart; all other methods of a work are those of the
+        document at its start.
+        """
+        ...
 
     def before(self, length: int, stop: int) -> int:
         """Visible (query, key) pairs of the queries `0..stop`; grows with `stop`."""
@@ -29,6 +37,13 @@ class Work(Protocol):
         """The span of keys that the queries `start..stop` see."""
         ...
 
+    def parts(self, length: int, least: int) -> Sequence[int]:
+        """Lengths of the parts of a document that see nothing of each other, in order.
+
+        Parts of fewer than `least` tokens are joined with those that follow.
+        """
+        ...
+
     def mask(self, lengths: Sequence[int]) -> Mask:
         """Who sees whom in a row of documents of these lengths."""
         ...
@@ -39,6 +54,12 @@ class Work(Protocol):
 @dataclass(frozen=True, slots=True)
 class Causal:
     """Every query sees itself and what is before it in its document."""
+
+    prefix: ClassVar[int] = 0
+
+    def at(self, first: int) -> Work:
+        """The same everywhere."""
+        return self
 
     def before(self, length: int, stop: int) -> int:
         """`1 + 2 + ... + stop`."""
@@ -56,6 +77,10 @@ class Causal:
         """All keys up to the last query."""
         return (0, stop)
 
+    def parts(self, length: int, least: int) -> Sequence[int]:
+        """The document."""
+        return (length,)
+
     def mask(self, lengths: Sequence[int]) -> Mask:
         """Causal attention within documents."""
         return Mask.packed((0, *accumulate(lengths)))
@@ -70,24 +95,32 @@ class Banded:
 
     left: int | None = None
     right: int | None = None
+    prefix: ClassVar[int] = 0
+
+    def at(self, first: int) -> Work:
+        """The same everywhere."""
+        return self
 
     def before(self, length: int, stop: int) -> int:
         """Own keys, those before and those after, summed over the queries."""
-        after = _rising(length, self.right) - _rising(length - stop, self.right)
-        return stop + _rising(stop, self.left) + after
+        after = rising(length, self.right) - rising(length - stop, self.right)
+        return stop + rising(stop, self.left) + after
 
     def fitting(self, length: int, pairs: int) -> int:
         """The inverse of `before`, rounded down."""
-        stops = range(length + 1)
-        return bisect_right(stops, pairs, key=lambda stop: self.before(length, stop)) - 1
+        return fitting(self, length, pairs)
 
     def crossing(self, length: int, cut: int) -> int:
         """Keys before the cut that queries after it see, and the other way round."""
-        return _least(cut, self.left) + _least(length - cut, self.right)
+        return least_of(cut, self.left) + least_of(length - cut, self.right)
 
     def reach(self, length: int, start: int, stop: int) -> tuple[int, int]:
         """All keys within the band of one of the queries."""
-        return start - _least(start, self.left), stop + _least(length - stop, self.right)
+        return start - least_of(start, self.left), stop + least_of(length - stop, self.right)
+
+    def parts(self, length: int, least: int) -> Sequence[int]:
+        """The document."""
+        return (length,)
 
     def mask(self, lengths: Sequence[int]) -> Mask:
         """Attention within a band and within documents."""
@@ -95,25 +128,18 @@ class Banded:
         return Mask(edges[-1], edges[-1], is_causal=False, documents=edges, window=window)
 
 
-def work_of(mask: Mask | Visibility) -> Work:
-    """The work function of a mask: of its causality and window, within one document.
-
-    A chunk counts as a window of its size, which is the most that a query of it sees; a prefix
-    does not count.
-    """
-    left, right = mask.window or (None, None)
-    if mask.chunk is not None:
-        left, right = (_least(mask.chunk - 1, side) for side in (left, right))
-    if mask.is_causal:
-        return Causal() if left is None else Banded(left, 0)
-    return Banded(left, right)
+def fitting(work: Work, length: int, pairs: int) -> int:
+    """The inverse of `before`, rounded down, of any work."""
+    stops = range(length + 1)
+    return bisect_right(stops, pairs, key=lambda stop: work.before(length, stop)) - 1
 
 
-def _rising(count: int, most: int | None) -> int:
+def rising(count: int, most: int | None) -> int:
     """`0 + 1 + ...`, so many terms of which none is greater than `most`."""
-    bent = _least(count, None if most is None else most + 1)
+    bent = least_of(count, None if most is None else most + 1)
     return bent * (bent - 1) // 2 + (count - bent) * (most or 0)
 
 
-def _least(count: int, most: int | None) -> int:
+def least_of(count: int, most: int | None) -> int:
+    """The count, but no more than `most`."""
     return count if most is None else min(count, most)

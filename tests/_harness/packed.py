@@ -2,9 +2,10 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import accumulate
 
-from lightning_cp.balance import Banded, Causal, Loads, Problem, Work
+from lightning_cp.balance import Banded, Causal, Chunked, Loads, Prefixed, Problem, Work
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
 
@@ -35,8 +36,15 @@ MASKS: dict[str, tuple[Work, Mask]] = {
     "window": (Banded(1, 3), Mask(1, 1, is_causal=False, window=(1, 3))),
     "ahead": (Banded(None, 1), Mask(1, 1, is_causal=False, window=(None, 1))),
     "self": (Banded(0, 0), Mask(1, 1, window=(0, 0))),
+    "chunks": (Chunked(3, Causal()), Mask(1, 1, chunk=3)),
+    "full chunks": (Chunked(4, Banded(None, None)), Mask(1, 1, is_causal=False, chunk=4)),
+    "chunks, window": (Chunked(4, Banded(1, 0)), Mask(1, 1, window=(1, None), chunk=4)),
+    "prefix": (Prefixed(5), Mask(1, 1, prefix=(5,))),
+    "prefix, window": (Prefixed(6, 2, 1), Mask(1, 1, window=(2, 1), prefix=(6,))),
+    "prefix, chunks": (Chunked(3, Prefixed(7)), Mask(1, 1, chunk=3, prefix=(7,))),
+    "all": (Chunked(4, Prefixed(6, 1, 2)), Mask(1, 1, window=(1, 2), chunk=4, prefix=(6,))),
 }
-"""By name a work function, and a mask of its causality and window."""
+"""By name a work function, and a mask of what it counts."""
 
 
 def random_row(number: int) -> tuple[int, tuple[int, ...]]:
@@ -63,9 +71,9 @@ def problem(
 
 
 def packed_mask(lengths: Sequence[int], like: Mask) -> Mask:
-    """The mask of a row of documents with the causality and the window of another mask."""
+    """The mask of a row of documents in which a query sees what it would in another mask."""
     edges = (0, *accumulate(lengths))
-    return Mask(edges[-1], edges[-1], like.is_causal, documents=edges, window=like.window)
+    return replace(like, q_length=edges[-1], kv_length=edges[-1], documents=edges)
 
 
 def counted(layout: Layout, mask: Mask) -> Loads:

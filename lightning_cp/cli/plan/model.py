@@ -121,5 +121,5 @@ def dealt(problem: Problem, cost: CostModel) -> Sequence[Sequence[Piece]]:
     for _, doc, _, length in reversed(problem.rests()):
         rank = min(range(problem.world), key=lambda r: (busy[r], r))
         held[rank].append(Piece(doc, 0, length))
-        busy[rank] += cost.pair * problem.work.before(length, length) + cost.token * length
+        busy[rank] += cost.pair * problem.works[doc].before(length, length) + cost.token * length
     return held
