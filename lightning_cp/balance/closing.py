@@ -56,12 +56,20 @@ def _rounded(low: int, high: int, rest: Rest, align: int) -> tuple[int, int]:
 
 
 def _ends(pool: Pool, rest: Rest, tokens: int, most: float) -> tuple[int, int]:
-    """Where a head ends and a tail begins that have so many tokens and at most that work."""
+    """Where a head ends and a tail begins that have so many tokens and at most that work.
+
+    Of the two the one that costs more is as long as that allows.
+    """
     start, stop = rest.start, rest.stop
 
-    def light(head: int) -> bool:
+    def work(head: int) -> int:
         tail = stop - tokens + head
-        return pool.pairs(rest, start, start + head) + pool.pairs(rest, tail, stop) <= most
+        return pool.pairs(rest, start, start + head) + pool.pairs(rest, tail, stop)
 
-    head = bisect_left(range(tokens), True, key=light)
+    if work(0) >= work(tokens):
+        head = bisect_left(range(tokens), True, key=lambda head: work(head) <= most)
+    else:
+        head = tokens - bisect_left(
+            range(tokens), True, key=lambda tail: work(tokens - tail) <= most
+        )
     return start + head, stop - tokens + head

@@ -19,9 +19,11 @@ class Prefixed:
     left: int | None = None
     right: int | None = None
 
-    def at(self, first: int) -> "Prefixed":
-        """The prefix that reaches into the document."""
-        return Prefixed(max(0, self.prefix - first), self.left, self.right)
+    def at(self, first: int, length: int) -> "Causal | Banded | Prefixed":
+        """The part of the prefix that lies in the document; there may be none."""
+        if first < self.prefix:
+            return Prefixed(self.prefix - first, self.left, self.right)
+        return Causal() if self.left is None else Banded(self.left, 0)
 
     def before(self, length: int, stop: int) -> int:
         """Own keys and those before, and those after in the prefix, summed over the queries."""
@@ -63,10 +65,13 @@ class Chunked:
     chunk: int
     inner: Causal | Banded | Prefixed
 
-    def at(self, first: int) -> Work:
-        """The chunks of a document with the prefix that reaches into it."""
-        inner = self.inner
-        return replace(self, inner=inner.at(first)) if isinstance(inner, Prefixed) else self
+    def at(self, first: int, length: int) -> Work:
+        """The chunks of a document with what of the prefix lies in it; one that is short is one."""
+        if length <= self.chunk:
+            return self.inner.at(first, length)
+        if isinstance(self.inner, Prefixed):
+            return Chunked(self.chunk, self.inner.at(first, length))
+        return self
 
     def before(self, length: int, stop: int) -> int:
         """Whole chunks and the part of one.
@@ -83,7 +88,7 @@ class Chunked:
         )
         first = count * self.chunk
         size = min(self.chunk, length - first)
-        return found + (self.inner.at(first).before(size, part) if part else 0)
+        return found + (self.inner.at(first, size).before(size, part) if part else 0)
 
     def fitting(self, length: int, pairs: int) -> int:
         """The inverse of `before`, rounded down."""
@@ -93,7 +98,7 @@ class Chunked:
         """What travels within the chunk that is cut; nothing between chunks."""
         first = cut - cut % self.chunk
         size = min(self.chunk, length - first)
-        return self.inner.at(first).crossing(size, cut - first) if cut > first else 0
+        return self.inner.at(first, size).crossing(size, cut - first) if cut > first else 0
 
     def reach(self, length: int, start: int, stop: int) -> tuple[int, int]:
         """From the first key of the first query's chunk to the last of the last query's."""
@@ -113,12 +118,12 @@ class Chunked:
         return replace(self.inner.mask(lengths), chunk=self.chunk)
 
     def _whole(self, number: int) -> int:
-        return self.inner.at(number * self.chunk).before(self.chunk, self.chunk)
+        return self.inner.at(number * self.chunk, self.chunk).before(self.chunk, self.chunk)
 
     def _reach(self, length: int, first: int, start: int, stop: int) -> tuple[int, int]:
         """The keys of queries within the chunk that starts at `first`."""
         size = min(self.chunk, length - first)
-        low, high = self.inner.at(first).reach(size, start - first, stop - first)
+        low, high = self.inner.at(first, size).reach(size, start - first, stop - first)
         return first + low, first + high
 
 
@@ -128,9 +133,9 @@ class Rows:
 
     works: tuple[Work, ...]
 
-    def at(self, first: int) -> Work:
+    def at(self, first: int, length: int) -> Work:
         """Those of every row."""
-        return Rows(tuple(work.at(first) for work in self.works))
+        return Rows(tuple(work.at(first, length) for work in self.works))
 
     def before(self, length: int, stop: int) -> int:
         """The mean over the rows, rounded down."""

@@ -58,8 +58,8 @@ class Problem:
     works: tuple[Work, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        firsts = accumulate(self.lengths, initial=0)
-        works = tuple(self.work.at(first) for first, _ in zip(firsts, self.lengths, strict=False))
+        firsts = [0, *accumulate(self.lengths)][:-1]
+        works = tuple(map(self.work.at, firsts, self.lengths))
         object.__setattr__(self, "works", works)
 
     @property

@@ -13,11 +13,11 @@ from lightning_cp.mask import Mask
 class Work(Protocol):
     """What a mask costs within one document of `length` tokens. Pure integers, hashable."""
 
-    def at(self, first: int) -> "Work":
-        """What it costs within the document whose first token is the position `first` of the row.
+    def at(self, first: int, length: int) -> "Work":
+        """What it costs in the document of `length` tokens from the position `first` of the row.
 
-        Only a prefix tells documents of a row apart; all other methods of a work are those of the
-        document at its start.
+        A prefix tells documents of a row apart. The other methods are for the document at its
+        start.
         """
         ...
 
@@ -57,7 +57,7 @@ class Causal:
 
     prefix: ClassVar[int] = 0
 
-    def at(self, first: int) -> Work:
+    def at(self, first: int, length: int) -> Work:
         """The same everywhere."""
         return self
 
@@ -97,7 +97,7 @@ class Banded:
     right: int | None = None
     prefix: ClassVar[int] = 0
 
-    def at(self, first: int) -> Work:
+    def at(self, first: int, length: int) -> Work:
         """The same everywhere."""
         return self
 
