@@ -92,8 +92,11 @@ class CallLog:
     `seen` holds what the attention calls asked to see, in the order of the first call of each, and
     for each the names of the sequences of its queries and keys; `ran` how often calls of every kind
     ran, recomputed ones included; `kernels` what computed them; `plans` what their handles stand
-    for. `built` plans were made in this process after the batch had arrived, which with the layout,
-    if that was made here, took `planning` seconds.
+    for. `kinds` are the masks that a model of transformers asked for, by the names of the sequences
+    of their keys; `packed` says that it looked for packed documents since the last one, and `edges`
+    are cumulative lengths that it passed on, found to be those of the documents. `built` plans were
+    made in this process after the batch had arrived, which with the layout, if that was made here,
+    took `planning` seconds.
     """
 
     attention: int = 0
@@ -104,6 +107,9 @@ class CallLog:
     ran: Counter[Ran] = field(default_factory=Counter)
     kernels: dict[Served, None] = field(default_factory=dict)
     plans: dict[int, PlanKey] = field(default_factory=dict)
+    kinds: dict[str, set[str]] = field(default_factory=dict)
+    packed: bool = False
+    edges: list[Tensor] = field(default_factory=list)
     built: int = 0
     planning: float = 0.0
 
@@ -169,7 +175,7 @@ class Context:
         Raises:
             RefusedError: if no sequence, or more than one different sequence, has that size.
         """
-        return self._named(size, self.sequences)[1]
+        return self._among(size, self.sequences)[1]
 
     def held(self, size: int) -> Sequence:
         """The sequence of which this rank holds `size` positions, as its share or whole.
@@ -177,13 +183,23 @@ class Context:
         Raises:
             RefusedError: if no sequence, or more than one different sequence, has that size.
         """
-        return self._held(size)[1]
+        return self.named(size)[1]
 
-    def _held(self, size: int) -> tuple[str, Sequence]:
+    def named(self, size: int) -> tuple[str, Sequence]:
+        """The name of the sequence that `held` finds, and that sequence.
+
+        Compiled code takes the only one there is for it: a graph that looked at sizes would hold
+        for no other length, and the operators look at them when they run.
+
+        Raises:
+            RefusedError: see `held`.
+        """
+        if torch.compiler.is_compiling() and len(self.sequences) == 1 and not self.whole:
+            return next(iter(self.sequences.items()))
         whole = any(s.length == size for s in self.whole.values())
-        return self._named(size, self.whole if whole else self.sequences)
+        return self._among(size, self.whole if whole else self.sequences)
 
-    def _named(self, size: int, among: Mapping[str, Sequence]) -> tuple[str, Sequence]:
+    def _among(self, size: int, among: Mapping[str, Sequence]) -> tuple[str, Sequence]:
         found = [(n, s) for n, s in among.items() if s.layout.size(self.rank) == size]
         if not found:
             sizes = {name: s.layout.size(self.rank) for name, s in self.sequences.items()}
@@ -218,7 +234,7 @@ class Context:
         """
         key = (batch, q_size, kv_size, sees)
         if not SLOT.holds(self._found.get(key)):
-            (q_name, q), (kv_name, kv) = self._held(q_size), self._held(kv_size)
+            (q_name, q), (kv_name, kv) = self.named(q_size), self.named(kv_size)
             if sees.rows not in (None, batch):
                 raise BatchError(
                     f"prefixes of {sees.rows} batch rows for an attention call on {batch} rows; "

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 
 from lightning_cp.context import SLOT
-from lightning_cp.swap.huggingface.attention import Attention
+from lightning_cp.swap.huggingface.attention import BASES, Attention
 from lightning_cp.swap.huggingface.inputs import (
     bias_by_distance,
     filling,
@@ -115,6 +115,9 @@ class HuggingFace:
         interface = utils.AttentionMaskInterface
         mask, packed = self._attention.mask, self._attention.packed
         before, finding = interface.__getitem__, utils.find_packed_sequence_indices
+        self._attention.bases = [
+            (getattr(utils, name), kind) for name, kind in BASES.items() if hasattr(utils, name)
+        ]
 
         def found(interface: Any, name: str) -> Any:
             function = before(interface, name)

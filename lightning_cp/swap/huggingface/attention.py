@@ -6,10 +6,8 @@ Legend: B batch, H query heads, K key heads, S local tokens, D head size.
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -47,26 +45,15 @@ REFUSED = {
 """Arguments of an attention function that change its result, with what they are."""
 
 
-@dataclass
-class Seen:
-    """What the mask functions of one micro-step were asked for.
+class Attention:
+    """Attention of a whole sequence in place of transformers' functions; no mask is ever built.
 
     Attributes:
-        kinds: kinds of masks, by the number of local keys.
-        packed: whether packed documents were looked for since the last mask was made.
-        edges: cumulative lengths that calls passed on, found to be those of the documents.
+        bases: the mask functions of `BASES`: compiled code knows functions, and no names of them.
     """
 
-    kinds: dict[int, set[str]] = field(default_factory=dict)
-    packed: bool = False
-    edges: list[Tensor] = field(default_factory=list)
-
-
-class Attention:
-    """Attention of a whole sequence in place of transformers' functions; no mask is ever built."""
-
     def __init__(self) -> None:
-        self._seen: WeakKeyDictionary[Context, Seen] = WeakKeyDictionary()
+        self.bases: list[tuple[object, str]] = []
 
     def attention(
         self,
@@ -146,12 +133,12 @@ class Attention:
         """
         context = _context()
         size = kwargs.get("kv_length", 0)
-        sequence = _sequence(context, size)
-        parts = _parts(context, mask_function)
+        name, sequence = _sequence(context, size)
+        base = [kind for function, kind in self.bases if function is mask_function]
+        parts = base or _parts(context, mask_function)
         kinds = {part for part in parts if isinstance(part, str)}
-        seen = self._seen_of(context)
-        seen.kinds.setdefault(size, set()).update(kinds)
-        packed, seen.packed = seen.packed, False
+        context.log.kinds.setdefault(name, set()).update(kinds)
+        packed, context.log.packed = context.log.packed, False
         isolates = sequence.as_transformers and sequence.documents is not None
         if isolates and not packed and CAUSAL in kinds:
             raise RefusedError(
@@ -164,7 +151,7 @@ class Attention:
             )
         _check_padding(context, sequence, attention_mask)
         overlays = [part for part in parts if isinstance(part, Visibility)]
-        return _combined(CAUSAL in kinds, overlays, sequence.length)
+        return _combined(CAUSAL in kinds, overlays, sequence.length) if overlays else None
 
     def packed(self, position_ids: Tensor) -> None:
         """In place of the function that looks for packed documents: the context knows them.
@@ -176,8 +163,8 @@ class Attention:
             RefusedError: if these positions tell of other documents than the batch's.
         """
         context = _context()
-        sequence = _sequence(context, position_ids.shape[-1])
-        self._seen_of(context).packed = True
+        _, sequence = _sequence(context, position_ids.shape[-1])
+        context.log.packed = True
         if not sequence.as_transformers or torch.compiler.is_compiling():
             return
         with SLOT.suspend():
@@ -189,9 +176,6 @@ class Attention:
                 f"batch as 'position_ids' [B, S] and pass them on unchanged, without an "
                 f"attention_mask in the batch, or say documents='position_ids' or 'none'"
             )
-
-    def _seen_of(self, context: Context) -> Seen:
-        return self._seen.setdefault(context, Seen())
 
     def _refuse(
         self,
@@ -221,8 +205,9 @@ class Attention:
             )
         if sees is not None:
             return
-        _check_window(context, kwargs.get("sliding_window"), _sequence(context, size).length)
-        kinds = self._seen_of(context).kinds.get(size, set())
+        _check_window(context, kwargs.get("sliding_window"), size)
+        name, _ = _sequence(context, size)
+        kinds = context.log.kinds.get(name, set())
         if len(kinds) == 1 and kinds != {CAUSAL if causal else FULL}:
             raise RefusedError(
                 f"{caller(context)}: the model made a {min(kinds)} mask, but this attention says "
@@ -232,7 +217,7 @@ class Attention:
 
     def _are_documents(self, context: Context, size: int, edges: Any) -> bool:
         """Whether cumulative lengths are those of the documents of the whole row."""
-        known, sequence = self._seen_of(context).edges, _sequence(context, size)
+        known, (_, sequence) = context.log.edges, _sequence(context, size)
         if any(given is edges for given in known):
             return True
         if torch.compiler.is_compiling() or not isinstance(edges, Tensor):
@@ -281,9 +266,9 @@ def _context() -> Context:
     return context
 
 
-def _sequence(context: Context, size: int) -> Sequence:
+def _sequence(context: Context, size: int) -> tuple[str, Sequence]:
     try:
-        return context.held(size)
+        return context.named(size)
     except RefusedError as error:
         raise RefusedError(f"{caller(context)}: {error}") from error
 
@@ -324,9 +309,12 @@ def _combined(causal: bool, overlays: list[Visibility], length: int) -> Visibili
     return Visibility(causal, window, chunk)
 
 
-def _check_window(context: Context, window: int | None, length: int) -> None:
+def _check_window(context: Context, window: int | None, size: int) -> None:
     """A window that no mask told of hides nothing on one device, and something with others."""
-    if window is not None and window < length:
+    if window is None:
+        return
+    length = _sequence(context, size)[1].length
+    if window < length:
         raise RefusedError(
             f"{caller(context)}: a window of {window} tokens in sequences of {length} tokens, but "
             f"the model made no mask with that window; let the model make its masks (pass the "

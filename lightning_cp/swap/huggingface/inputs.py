@@ -195,7 +195,9 @@ def _from_labels(context: Context, module: nn.Module, given: dict[str, Any]) -> 
 
 def _decides(context: Context, size: int) -> bool:
     """Whether the model's own choice about a cache decides if documents are kept apart."""
-    found = [s for s in context.sequences.values() if s.layout.size(context.rank) == size]
+    found = list(context.sequences.values())
+    if not torch.compiler.is_compiling():  # a graph is for all lengths
+        found = [s for s in found if s.layout.size(context.rank) == size]
     return any(s.as_transformers and s.documents is not None for s in found)
 
 

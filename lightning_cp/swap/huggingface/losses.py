@@ -26,18 +26,22 @@ def shifting_globally(loss: Loss) -> Loss:
     label of the next global position, `ignore_index` for the last. `shift_labels` that are given
     are used as they are.
     """
-    signature = inspect.signature(loss)
+    names = tuple(inspect.signature(loss).parameters)
+    place = names.index("shift_labels")
 
     @wraps(loss)
     def shifted(*args: Any, **kwargs: Any) -> Tensor:
         if SLOT.current is None:
             return loss(*args, **kwargs)
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        labels = given.arguments["labels"]
-        if labels is not None and given.arguments["shift_labels"] is None:
-            ignored = given.arguments.get("ignore_index", -100)
-            given.arguments["shift_labels"] = functional.shift_labels(labels, ignore_index=ignored)
-        return loss(*given.args, **given.kwargs)
+        given = dict(zip(names, args, strict=False)) | kwargs  # a signature cannot be traced
+        labels = given.get("labels")
+        if labels is not None and given.get("shift_labels") is None:
+            ignored = given.get("ignore_index", -100)
+            moved = functional.shift_labels(labels, ignore_index=ignored)
+            if place < len(args):
+                args = (*args[:place], moved, *args[place + 1 :])
+            else:
+                kwargs = {**kwargs, "shift_labels": moved}
+        return loss(*args, **kwargs)
 
     return shifted
