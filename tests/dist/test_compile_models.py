@@ -159,14 +159,20 @@ def test_inductor(pool: Pool, world: int, name: str) -> None:
     assert max(graphs) <= 3
 
 
-def _hugging_face(rank: int, world: int, options: dict[str, bool]) -> None:
-    """In several graphs: what is checked of masks and calls is not part of any."""
+def _hugging_face(
+    rank: int, world: int, options: dict[str, bool], blocks: bool, lengths: tuple[int, ...]
+) -> int:
+    """Graphs of a whole model, or of its blocks, without a break."""
+    counter = CompileCounterWithBackend("aot_eager")
     with one_group(rank, world) as parallel:
         compiled = _llama(**options)
-        compiled.compile(backend="aot_eager")
-        counted = _compared(parallel, _llama(**options), compiled, LENGTHS[:3])
+        parts: Any = compiled.get_submodule("model.layers") if blocks else [compiled]
+        for part in parts:
+            part.compile(backend=counter, fullgraph=True)
+        counted = _compared(parallel, _llama(**options), compiled, lengths)
     again = LAYERS if options.get("recomputed") and not options.get("kept") else 0
-    assert counted == [(LAYERS, again)] * 3
+    assert counted == [(LAYERS, again)] * len(lengths)
+    return int(counter.frame_count)
 
 
 @pytest.mark.parametrize(
@@ -174,4 +180,14 @@ def _hugging_face(rank: int, world: int, options: dict[str, bool]) -> None:
 )
 @pytest.mark.timeout(240)
 def test_model_of_hugging_face(pool: Pool, name: str) -> None:
-    pool.run(_hugging_face, WAYS[name], world=2, timeout=110)
+    graphs = pool.run(_hugging_face, WAYS[name], False, LENGTHS[:3], world=2, timeout=110)
+    assert max(graphs) <= 4, "of its hook and of its forward, as many as of any module"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["whole", "recomputed"])
+@pytest.mark.parametrize("blocks", [True, False])
+def test_graphs_of_hugging_face_hold_for_all_lengths(pool: Pool, blocks: bool, name: str) -> None:
+    graphs = pool.run(_hugging_face, WAYS[name], blocks, LENGTHS, world=2, timeout=500)
+    assert max(graphs) <= (2 if blocks else 4)
