@@ -3,6 +3,7 @@
 import json
 import zlib
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,14 @@ from lightning_cp.balance import (
     layout_of,
     least_received,
     loads,
+    pieces_of,
     plan,
+    work_of,
 )
 from lightning_cp.errors import ConfigError
 from lightning_cp.layout import LAYOUTS, per_document_zigzag
+from lightning_cp.mask import Mask, Visibility
+from lightning_cp.plan import build_plan
 from tests._harness.grid import rotated
 from tests._harness.packed import MASKS, packed_mask, problem, random_row
 
@@ -162,6 +167,45 @@ def test_other_masks_are_balanced_by_their_own_work(work: Banded) -> None:
     assert row.excess(found.work, found.tokens) <= TOLERANCE
     blind = problem(lengths, 4, work=Causal())
     assert row.excess(loads(row, plan(blind)).work, found.tokens) > TOLERANCE
+
+
+LONG = {
+    "chunks": Visibility(chunk=8192),
+    "many chunks": Visibility(chunk=100),
+    "full chunks": Visibility(is_causal=False, chunk=3000),
+    "prefix": Visibility(prefix=(20000,)),
+    "prefix with chunks": Visibility(chunk=5000, prefix=(33333,)),
+    "prefix with a window": Visibility(window=(1023, None), prefix=(25000,)),
+    "prefixes of rows": Visibility(prefix=(100, 40000)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        pytest.param(name, world, marks=() if (at + world) % 4 == 0 else pytest.mark.full)
+        for at, name in enumerate(LONG)
+        for world in (2, 3, 4, 8)
+    ],
+)
+def test_long_documents_with_chunks_and_prefixes_keep_the_caps(name: str, world: int) -> None:
+    sees = LONG[name]
+    for lengths in ((70000,), (30000, 12000, 800, 700, 700, 600, 90), (9000, 1, 31000, 17)):
+        layout = balanced(lengths, world, Balanced(), work_of(sees))
+        edges = (0, *accumulate(lengths))
+        window, chunk, prefix = sees.window, sees.chunk, sees.prefix
+        mask = Mask(edges[-1], edges[-1], sees.is_causal, edges, None, window, chunk, prefix)
+        ranks = range(world)
+        pairs = [build_plan(layout, layout, mask, rank=r, exchange="direct").work() for r in ranks]
+        assert max(pairs) * world <= (1.03 + TOLERANCE) * sum(pairs)
+        assert max(layout.sizes) * world <= (1.05 + TOLERANCE) * edges[-1]
+
+
+def test_no_keys_travel_between_chunks() -> None:
+    work = work_of(Visibility(chunk=4000))
+    layout = balanced((64000,), 4, Balanced(), work)
+    found = loads(problem((64000,), 4, work=work), pieces_of(layout, (64000,)))
+    assert found.received == (0,) * 4
 
 
 def test_a_window_lets_little_travel() -> None:

@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_cp.balance import Banded, Causal, Piece, Problem, least_received, loads, work_of
+from lightning_cp.balance import (
+    Banded,
+    Causal,
+    Chunked,
+    Piece,
+    Prefixed,
+    Problem,
+    least_received,
+    loads,
+    work_of,
+)
 from lightning_cp.layout import Layout
 from lightning_cp.mask import Mask
 from lightning_cp.plan import build_plan
@@ -52,6 +62,32 @@ def test_masks_by_causality_and_window() -> None:
     assert work_of(Mask(4, 4, window=(None, 3))) == Causal()
     assert work_of(Mask(4, 4, window=(3, 5))) == Banded(3, 0)
     assert work_of(Mask.full(4)) == Banded(None, None)
+    assert work_of(Mask(4, 4, prefix=(2, 2))) == Prefixed(2)
+    assert work_of(Mask(4, 4, prefix=(0,), chunk=3)) == Chunked(3, Causal())
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_rows_with_prefixes_of_their_own_are_counted_together(chunk: int | None) -> None:
+    lengths, prefixes = (5, 4), (0, 2, 7)
+    work = work_of(Mask(1, 1, chunk=chunk, prefix=prefixes))
+    row = problem(lengths, 1, work=work)
+    alone = [
+        problem(lengths, 1, work=work_of(Mask(1, 1, chunk=chunk, prefix=(prefix,))))
+        for prefix in prefixes
+    ]
+    assert work.mask(lengths).prefix == prefixes
+    for doc, length in enumerate(lengths):
+        works = [other.works[doc] for other in alone]
+        for stop in range(length + 1):
+            mean = sum(one.before(length, stop) for one in works) / len(works)
+            assert 0 <= mean - row.works[doc].before(length, stop) < 1
+            assert row.works[doc].fitting(length, row.works[doc].before(length, stop)) == stop
+        for cut in range(1, length):
+            found = row.works[doc].crossing(length, cut)
+            assert found == max(one.crossing(length, cut) for one in works)
+            assert row.works[doc].reach(length, 0, cut)[1] == max(
+                one.reach(length, 0, cut)[1] for one in works
+            )
 
 
 def held_rows() -> st.SearchStrategy[tuple[tuple[int, ...], list[list[Piece]]]]:

@@ -13,7 +13,7 @@ from lightning_cp.cli.main import main
 from lightning_cp.cli.plan.documents import Wanted, first_row, lengths_of
 from lightning_cp.cli.plan.figures import NAMES
 from lightning_cp.errors import ConfigError
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Mask, Visibility
 from lightning_cp.plan import build_plan
 
 LENGTHS = (900, 30, 1, 0, 400, 250)
@@ -36,20 +36,22 @@ def plan(file: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "seen"),
     [
-        ((), (True, None)),
-        (("--window", "63"), (True, (63, None))),
-        (("--bidirectional",), (False, None)),
+        ((), Visibility()),
+        (("--window", "63"), Visibility(window=(63, None))),
+        (("--bidirectional",), Visibility(is_causal=False)),
+        (("--chunk", "128"), Visibility(chunk=128)),
+        (("--prefix", "1000"), Visibility(prefix=(1000,))),
     ],
-    ids=["causal", "window", "bidirectional"],
+    ids=["causal", "window", "bidirectional", "chunk", "prefix"],
 )
 def test_its_figures_are_those_of_the_plans(
-    options: tuple[str, ...], seen: tuple[bool, Any], file: Path
+    options: tuple[str, ...], seen: Visibility, file: Path
 ) -> None:
     found = plan(file, "--ranks", "3", "--kv-heads", "2", "--head-dim", "16", *options)
     assert (found["tokens"], found["documents"], found["ranks"]) == (1581, 6, 3)
     assert list(found["layouts"]) == list(NAMES)
-    packed = Mask.packed((0, 900, 930, 931, 931, 1331, 1581))
-    mask = Mask(1581, 1581, seen[0], documents=packed.documents, window=seen[1])
+    edges = (0, 900, 930, 931, 931, 1331, 1581)
+    mask = Mask(1581, 1581, seen.is_causal, edges, None, seen.window, seen.chunk, seen.prefix)
     for name in ("contiguous", "zigzag", "per_document_zigzag"):
         layout = layout_of(name, LENGTHS, 3)
         for rank, row in enumerate(found["layouts"][name]):
@@ -110,6 +112,9 @@ def test_files_without_lengths_are_refused(text: str, tmp_path: Path) -> None:
         (("--heads", "9"), "--heads 9 is no multiple of --kv-heads 8"),
         (("--layers", "0"), "--layers 0 must be at least 1"),
         (("--window", "-1"), "--window -1 must be at least 0"),
+        (("--chunk", "0"), "--chunk 0 must be at least 1"),
+        (("--prefix", "-2"), "--prefix -2 must be at least 0"),
+        (("--prefix", "2", "--bidirectional"), "--prefix 2 has no effect with --bidirectional"),
         (("--work-cap", "0.5"), "work_cap=0.5 must be a number of at least 1"),
         (("--cost", "nowhere.json"), "nowhere.json cannot be read"),
     ],

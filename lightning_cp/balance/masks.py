@@ -159,10 +159,10 @@ class Rows:
         return self.works[0].parts(length, least)
 
     def mask(self, lengths: Sequence[int]) -> Mask:
-        """That of the first row, with the prefixes of all."""
+        """That of a row with a prefix, with the prefixes of all."""
         masks = [work.mask(lengths) for work in self.works]
-        prefixes = tuple(prefix for mask in masks for prefix in mask.prefix or ())
-        return replace(masks[0], prefix=prefixes)
+        prefixes = tuple(prefix for mask in masks for prefix in mask.prefix or (0,))
+        return replace(max(masks, key=lambda mask: mask.prefix or (0,)), prefix=prefixes)
 
 
 def work_of(mask: Mask | Visibility) -> Work:

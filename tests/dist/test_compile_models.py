@@ -109,9 +109,7 @@ def _compared(
             losses.append(loss.item())
         counted.append((forward, shard.context.log.attention - forward))
         assert losses[1] == pytest.approx(losses[0], abs=1e-12), length
-        for (name, one), other in zip(
-            eager.named_parameters(), compiled.parameters(), strict=True
-        ):
+        for (name, one), other in zip(eager.named_parameters(), compiled.parameters(), strict=True):
             torch.testing.assert_close(
                 other.grad, one.grad, rtol=0, atol=1e-12, msg=f"{name} at length {length}"
             )

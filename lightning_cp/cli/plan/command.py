@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from lightning_cp.balance import Balanced, CostModel, work_of
+from lightning_cp.balance import Balanced, CostModel, Work, work_of
 from lightning_cp.cli.bench.attention.settings import DTYPES
 from lightning_cp.cli.outputs import check_outputs
 from lightning_cp.cli.plan.documents import Wanted, first_row, lengths_of
@@ -15,7 +15,7 @@ from lightning_cp.cli.plan.figures import NAMES, Answer, Question, judged, save
 from lightning_cp.cli.plan.model import RULE, Model, Verdict
 from lightning_cp.data.packing.files import DTYPES as TOKENS
 from lightning_cp.errors import ConfigError
-from lightning_cp.mask import Mask
+from lightning_cp.mask import Visibility
 
 SUMMARY = "show what each layout gives the ranks for documents of given lengths"
 PICTURE = "plan.png"
@@ -72,6 +72,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--window", type=int, metavar="LEFT", help="keys before its own that a query sees"
     )
+    parser.add_argument(
+        "--chunk", type=int, metavar="SIZE", help="positions of a document that see each other"
+    )
+    parser.add_argument(
+        "--prefix", type=int, default=0, metavar="SIZE", help="first positions that see each other"
+    )
     parser.add_argument("--bidirectional", action="store_true", help="attention is not causal")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16", help="of the model")
     parser.add_argument("--cost", type=Path, metavar="FILE", help="a cost model, for the times")
@@ -112,8 +118,7 @@ def asked(args: argparse.Namespace) -> Question:
         if getattr(args, option) < 1:
             name = option.replace("_", "-")
             raise ConfigError(f"--{name} {getattr(args, option)} must be at least 1")
-    if args.window is not None and args.window < 0:
-        raise ConfigError(f"--window {args.window} must be at least 0, the keys before a query")
+    work = _work(args)
     check_outputs(args, PICTURE)
     model = Model(dtype=args.dtype, **{name: getattr(args, name) for name, _, _ in SIZES})
     if model.heads % model.kv_heads:
@@ -121,7 +126,6 @@ def asked(args: argparse.Namespace) -> Question:
             f"--heads {model.heads} is no multiple of --kv-heads {model.kv_heads}; every key head "
             f"has equally many query heads"
         )
-    window = None if args.window is None else (args.window, None)
     return Question(
         lengths=_lengths(args),
         ranks=args.ranks,
@@ -131,10 +135,26 @@ def asked(args: argparse.Namespace) -> Question:
             align=args.align,
             min_piece=args.min_piece,
         ),
-        work=work_of(Mask(1, 1, not args.bidirectional, window=window)),
+        work=work,
         model=model,
         cost=model.cost if args.cost is None else CostModel.load(args.cost),
     )
+
+
+def _work(args: argparse.Namespace) -> Work:
+    """What attention costs."""
+    for name, least in (("window", 0), ("chunk", 1), ("prefix", 0)):
+        number = getattr(args, name)
+        if number is not None and number < least:
+            raise ConfigError(f"--{name} {number} must be at least {least}, a number of tokens")
+    if args.prefix and args.bidirectional:
+        raise ConfigError(
+            f"--prefix {args.prefix} has no effect with --bidirectional: all positions see each "
+            f"other then; leave one of them out"
+        )
+    window = None if args.window is None else (args.window, None)
+    prefix = (args.prefix,) if args.prefix else None
+    return work_of(Visibility(not args.bidirectional, window, args.chunk, prefix))
 
 
 def _lengths(args: argparse.Namespace) -> tuple[int, ...]:
