@@ -1,8 +1,11 @@
 """Dropout of attention weights in swapped calls, as the option `attention_dropout` says."""
 
-import torch
+from typing import Any
 
-from lightning_cp.context import Context
+import torch
+from torch import Tensor
+
+from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap.where import caller
 
@@ -18,15 +21,16 @@ def kept_dropout(context: Context, dropout_p: float) -> float:
         `dropout_p` with "tile", 0 with "off".
 
     Raises:
-        RefusedError: if it is not 0, with "refuse", and in code that is compiled, whose graph must
-            be right without a context, too.
+        RefusedError: if it is not 0, with "refuse", and with "off" in code that is compiled, whose
+            graph must be right without a context, too.
     """
     if dropout_p == 0:
         return 0.0
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() and context.dropout != "tile":
         raise RefusedError(
             f"{caller(context)}: attention dropout of {dropout_p} in compiled code is that of one "
-            f"device only; keep the call out of the graph with torch.compiler.disable"
+            f"device only unless attention_dropout='tile', or keep the call out of the graph with "
+            f"torch.compiler.disable"
         )
     if context.dropout == "off":
         return 0.0
@@ -38,3 +42,36 @@ def kept_dropout(context: Context, dropout_p: float) -> float:
             f"or set the attention dropout to 0; other dropout may stay"
         )
     return dropout_p
+
+
+def tile_only(tensor: Tensor) -> Tensor:
+    """A copy of `tensor`, in code that is traced now, with "tile", and may run with other options.
+
+    Raises:
+        RefusedError: when it runs in a context with another option.
+    """
+    found: Tensor = torch.ops.lightning_cp.tile_only(tensor)
+    return found
+
+
+@torch.library.custom_op("lightning_cp::tile_only", mutates_args=())
+def _tile_only(tensor: Tensor) -> Tensor:
+    context = SLOT.current
+    if context is not None and context.dropout != "tile":
+        raise RefusedError(
+            f"{caller(context)}: attention dropout in code that was compiled with "
+            f"attention_dropout='tile' runs with {context.dropout!r}; compile it anew"
+        )
+    return tensor.clone()
+
+
+@_tile_only.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    return grad
+
+
+_tile_only.register_autograd(_differentiate)

@@ -10,7 +10,7 @@ from lightning_cp.attention import attend
 from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap._torch import is_tracing, is_wrapper, original
-from lightning_cp.swap.dropped import kept_dropout
+from lightning_cp.swap.dropped import kept_dropout, tile_only
 from lightning_cp.swap.guard import outside_only
 from lightning_cp.swap.shared import is_shared, own_heads
 from lightning_cp.swap.where import caller
@@ -18,8 +18,8 @@ from lightning_cp.swap.where import caller
 TRACED = (
     "attention with a mask or with dropout in compiled code is that of one device only; under "
     "context parallelism compile calls without attn_mask (is_causal=True, and padding that the "
-    "context knows from the batch's 'attention_mask'), or keep the call out of the graph with "
-    "torch.compiler.disable"
+    "context knows from the batch's 'attention_mask'), those with dropout in a step, or keep the "
+    "call out of the graph with torch.compiler.disable"
 )
 NESTED = (
     "attention over nested tensors; pass padded tensors and the batch's 'attention_mask' [B, S]"
@@ -42,7 +42,8 @@ def scaled_dot_product_attention(
 
     While a compiler traces, the operator is emitted whether a context is active or not, because
     the graph will run in both situations; without a context it computes plain attention. With a
-    mask or dropout the graph gets plain attention that refuses to run within a context.
+    mask, or with dropout outside a context, the graph gets plain attention that refuses to run
+    within one; what is traced with dropout in a context draws a seed for the operator.
 
     Raises:
         RefusedError: for a mask that is not the batch's padding, for dropout unless an option says
@@ -59,7 +60,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if context is not None:
-        if traced and not plain:
+        if traced and attn_mask is not None:
             raise RefusedError(f"{caller(context)}: {TRACED}")
         if is_shared(query, key, value):
             own, together = own_heads(query, key, value, where=caller(context))
@@ -70,6 +71,7 @@ def scaled_dot_product_attention(
         _refuse_wrappers(context, query, key, value)
         refuse_masks(context, query, key, attn_mask)
         dropout_p = kept_dropout(context, dropout_p)
+        query = tile_only(query) if traced and dropout_p else query
     if query.shape[:-3] != key.shape[:-3] and query.ndim > 3:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
         query, key, value = (x.expand(*batch, *x.shape[-3:]) for x in (query, key, value))

@@ -49,7 +49,16 @@ def by_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.transpose(1, 2)
 
 
-CALLS: dict[str, Callable[..., Tensor]] = {"sdpa": by_sdpa, "flash_attn": by_flash_attn}
+def compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    found: Tensor = torch.compile(by_sdpa, backend="aot_eager", fullgraph=True)(q, k, v, causal)
+    return found
+
+
+CALLS: dict[str, Callable[..., Tensor]] = {
+    "sdpa": by_sdpa,
+    "flash_attn": by_flash_attn,
+    "compiled": compiled,
+}
 
 
 def drawn(
@@ -83,6 +92,8 @@ def drawn(
         ("sdpa", 3, True, "allgather"),
         ("flash_attn", 2, True, "direct"),
         ("flash_attn", 3, False, "ring"),
+        pytest.param("compiled", 2, True, "direct", marks=pytest.mark.full),
+        pytest.param("compiled", 3, False, "ring", marks=pytest.mark.full),
     ],
 )
 def test_gradients_are_those_of_the_weights_that_were_kept(
