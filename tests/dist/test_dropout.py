@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_cp.config import Config
-from lightning_cp.context import Context, Served
+from lightning_cp.context import SLOT, Context, Served
 from lightning_cp.errors import ConfigError, ContextParallelWarning, RefusedError
 from lightning_cp.plan import Replicated
 from lightning_cp.swap.dropped import kept_dropout
@@ -49,15 +50,15 @@ def by_flash_attn(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return out.transpose(1, 2)
 
 
-def compiled(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    found: Tensor = torch.compile(by_sdpa, backend="aot_eager", fullgraph=True)(q, k, v, causal)
-    return found
+def compiled_by(backend: str) -> Callable[..., Tensor]:
+    return lambda *args: torch.compile(by_sdpa, backend=backend, fullgraph=True)(*args)
 
 
 CALLS: dict[str, Callable[..., Tensor]] = {
     "sdpa": by_sdpa,
     "flash_attn": by_flash_attn,
-    "compiled": compiled,
+    "aot_eager": compiled_by("aot_eager"),
+    "inductor": compiled_by("inductor"),
 }
 
 
@@ -92,8 +93,8 @@ def drawn(
         ("sdpa", 3, True, "allgather"),
         ("flash_attn", 2, True, "direct"),
         ("flash_attn", 3, False, "ring"),
-        pytest.param("compiled", 2, True, "direct", marks=pytest.mark.full),
-        pytest.param("compiled", 3, False, "ring", marks=pytest.mark.full),
+        pytest.param("aot_eager", 2, True, "direct", marks=pytest.mark.full),
+        pytest.param("inductor", 3, False, "ring", marks=pytest.mark.full),
     ],
 )
 def test_gradients_are_those_of_the_weights_that_were_kept(
@@ -202,6 +203,38 @@ def test_the_slow_reference_is_warned_of_once(pool: Pool) -> None:
     for _, kinds in (first, *others):
         assert [(x.kernel, x.terms, x.dims) for x in kinds] == [("reference", ("dropout",), (4, 4))]
         assert kinds[0].passed[0] == "the sdpa kernel computes no dropout"
+
+
+def compiled_model(rank: int, world: int, recomputed: bool) -> None:
+    """What is compiled drops what eager code does; with another option the graph refuses to run."""
+    batch = {"input_ids": hf.tokens()}
+    eager, model = (MODELS["llama"](attention_dropout=P) for _ in range(2))
+    if recomputed:
+        for each in (eager, model):
+            enable: Any = getattr(each, "activation_checkpointing_enable", None)
+            (enable or each.gradient_checkpointing_enable)({"use_reentrant": False})
+    layer: Any = torch.compile(by_sdpa, backend="aot_eager", fullgraph=True)
+    with one_group(rank, world, attention_dropout="tile") as parallel:
+        model.compile(backend="aot_eager", fullgraph=True)
+        for each in (eager, model):
+            shard = parallel.shard(batch, module=each)
+            torch.manual_seed(4)
+            with parallel.active(shard):
+                each(**shard.batch)["logits"].sum().backward()
+        for one, other in zip(grads_of(eager).values(), grads_of(model).values(), strict=True):
+            torch.testing.assert_close(other, one, rtol=0, atol=1e-12)
+        local = torch.zeros(ROWS, HEADS, shard.batch["input_ids"].shape[1], SIZE)
+        with parallel.active(shard):
+            layer(local, local, local, True)
+        other_option = replace(shard.context, dropout="off")
+        with SLOT.activate(other_option), pytest.raises(RefusedError, match="runs with 'off'"):
+            layer(local, local, local, True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_compiled_models_drop_the_same_weights(recomputed: bool, pool: Pool) -> None:
+    pool.run(compiled_model, recomputed, world=2)
 
 
 def replicated(rank: int, world: int) -> None:
