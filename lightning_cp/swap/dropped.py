@@ -10,27 +10,28 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.swap.where import caller
 
 
-def kept_dropout(context: Context, dropout_p: float) -> float:
+def kept_dropout(context: Context, dropout_p: float, *, tiled: bool = False) -> float:
     """The probability with which a call inside a context drops weights.
 
     Args:
         context: the active context.
         dropout_p: what the call asks for.
+        tiled: in compiled code the caller passes its queries through `tile_only`.
 
     Returns:
         `dropout_p` with "tile", 0 with "off".
 
     Raises:
-        RefusedError: if it is not 0, with "refuse", and with "off" in code that is compiled, whose
-            graph must be right without a context, too.
+        RefusedError: if it is not 0, with "refuse", and in code that is compiled, whose graph must
+            be right without a context, too, unless it is `tiled` and "tile".
     """
     if dropout_p == 0:
         return 0.0
-    if torch.compiler.is_compiling() and context.dropout != "tile":
+    if torch.compiler.is_compiling() and not (tiled and context.dropout == "tile"):
         raise RefusedError(
             f"{caller(context)}: attention dropout of {dropout_p} in compiled code is that of one "
-            f"device only unless attention_dropout='tile', or keep the call out of the graph with "
-            f"torch.compiler.disable"
+            f"device only, but for torch's attention and transformers with "
+            f"attention_dropout='tile'; keep the call out of the graph with torch.compiler.disable"
         )
     if context.dropout == "off":
         return 0.0

@@ -18,8 +18,8 @@ from lightning_cp.swap.where import caller
 TRACED = (
     "attention with a mask or with dropout in compiled code is that of one device only; under "
     "context parallelism compile calls without attn_mask (is_causal=True, and padding that the "
-    "context knows from the batch's 'attention_mask'), those with dropout in a step, or keep the "
-    "call out of the graph with torch.compiler.disable"
+    "context knows from the batch's 'attention_mask'), those with dropout in a step and with "
+    "attention_dropout='tile', or keep the call out of the graph with torch.compiler.disable"
 )
 NESTED = (
     "attention over nested tensors; pass padded tensors and the batch's 'attention_mask' [B, S]"
@@ -60,7 +60,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if context is not None:
-        if traced and attn_mask is not None:
+        if traced and (attn_mask is not None or (dropout_p and context.dropout != "tile")):
             raise RefusedError(f"{caller(context)}: {TRACED}")
         if is_shared(query, key, value):
             own, together = own_heads(query, key, value, where=caller(context))
@@ -70,7 +70,7 @@ def scaled_dot_product_attention(
             return together(out)
         _refuse_wrappers(context, query, key, value)
         refuse_masks(context, query, key, attn_mask)
-        dropout_p = kept_dropout(context, dropout_p)
+        dropout_p = kept_dropout(context, dropout_p, tiled=True)
         query = tile_only(query) if traced and dropout_p else query
     if query.shape[:-3] != key.shape[:-3] and query.ndim > 3:
         batch = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])

@@ -226,9 +226,12 @@ def compiled_model(rank: int, world: int, recomputed: bool) -> None:
         local = torch.zeros(ROWS, HEADS, shard.batch["input_ids"].shape[1], SIZE)
         with parallel.active(shard):
             layer(local, local, local, True)
+        anew: Any = torch.compile(by_sdpa, backend="aot_eager", fullgraph=True, dynamic=True)
         other_option = replace(shard.context, dropout="off")
         with SLOT.activate(other_option), pytest.raises(RefusedError, match="runs with 'off'"):
             layer(local, local, local, True)
+        with SLOT.activate(other_option), pytest.raises(Exception, match="dropout='tile'"):
+            anew(local, local, local, False)
 
 
 @pytest.mark.full

@@ -18,7 +18,7 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import Edges, Mask, Visibility
 from lightning_cp.sequences import Sequence
-from lightning_cp.swap.dropped import kept_dropout
+from lightning_cp.swap.dropped import kept_dropout, tile_only
 from lightning_cp.swap.guard import anywhere
 from lightning_cp.swap.huggingface.inputs import ByDistance
 from lightning_cp.swap.sdpa import refuse_masks
@@ -109,7 +109,8 @@ class Attention:
             out = call(query, key, value, padding, dropout, causal)
         else:
             refuse_masks(context, query, key, padding)
-            dropped = kept_dropout(context, dropout)
+            dropped = kept_dropout(context, dropout, tiled=True)
+            query = tile_only(query) if dropped and torch.compiler.is_compiling() else query
             attended = _seeing(sees or Visibility(causal))
             with _named(context):
                 out = attended(query, key, value, scale=scaling, dropout_p=dropped, **terms)
