@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from lightning_cp.context import SLOT
@@ -60,29 +61,51 @@ def test_flex_attention_that_was_imported_before(call: Callable[[Tensor], Tensor
     with in_use():
         torch.testing.assert_close(call(q), before)
         assert inspect.signature(flex_attention) == signature
-        with (
-            SLOT.activate(context()),
-            pytest.raises(RefusedError, match=r"flex_attention\.flex_attention computes over"),
-        ):
-            call(q)
-        with SLOT.activate(context()), SLOT.suspend():
+        own = context()
+        with SLOT.activate(own):
             torch.testing.assert_close(call(q), before)
+            assert own.log.attention == 1
+        with SLOT.activate(own), SLOT.suspend():
+            torch.testing.assert_close(call(q), before)
+        assert own.log.attention == 1
     torch.testing.assert_close(call(q), before)
     assert flex_attention.__code__ is code
     assert flex_attention.__kwdefaults__ == keywords
     assert not hasattr(flex_attention, "__signature__")
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_over_whole_rows_may_do_anything() -> None:
+    q = torch.randn(BATCH, HEADS, SIZE, 16)
+
+    def capped(x: Tensor) -> Tensor:
+        found: Tensor = flex_attention(x, x, x, score_mod=lambda s, b, h, q, k: s.tanh())
+        return found
+
+    before = capped(q)
+    with in_use(), SLOT.activate(own := context()):
+        torch.testing.assert_close(capped(q), before)
+    assert own.log.attention == 1
+
+
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_flex_attention_in_compiled_code(call: Callable[[Tensor], Tensor]) -> None:
+    """A graph of its own outside any context, and none within one."""
     q = torch.randn(BATCH, HEADS, SIZE, 16)
     with in_use():
-        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(call, backend="aot_eager")
         found = compiled(q)
-        with SLOT.activate(context()), pytest.raises(RefusedError, match="flex_attention"):
-            compiled(q)
+        for _ in range(12):
+            with SLOT.activate(context()):
+                torch.testing.assert_close(compiled(q), found)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
         torch.testing.assert_close(compiled(q), found)
-        torch.testing.assert_close(torch.compile(call, backend="aot_eager")(q), found)
+    with in_use():
+        whole = torch.compile(call, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(whole(q), found)
+        with SLOT.activate(context()), pytest.raises(Unsupported, match="without fullgraph"):
+            whole(q)
 
 
 def _package(name: str, functions: tuple[str, ...]) -> Iterator[ModuleType]:

@@ -1,5 +1,8 @@
 """What refuses: in compiled code when it runs within a context, and on all ranks alike."""
 
+import inspect
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -42,6 +45,32 @@ def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
 
 
 _outside_only.register_autograd(_differentiate)
+
+
+def refused(original: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """A function that is the original outside any context, and refuses to run within one.
+
+    Args:
+        original: takes a tensor first.
+        reason: why, and the way out.
+    """
+    first = next(iter(inspect.signature(original).parameters))
+
+    @wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        # While a compiler traces, the graph is made for both situations; see `outside_only`.
+        if torch.compiler.is_compiling():
+            if SLOT.suspended:
+                return original(*args, **kwargs)
+            if args:
+                return original(outside_only(args[0], reason), *args[1:], **kwargs)
+            return original(**{**kwargs, first: outside_only(kwargs[first], reason)})
+        if SLOT.current is not None:
+            raise RefusedError(f"{caller(SLOT.current)}: {reason}")
+        SLOT.count_plain_attention()
+        return original(*args, **kwargs)
+
+    return replacement
 
 
 def anywhere(context: Context, wrong: bool) -> bool:

@@ -1,27 +1,19 @@
-"""Attention functions of other modules and packages, which a context refuses by name.
+"""Attention functions of other modules and packages, which never come to the overrides.
 
-They compute over the tokens of a rank and never come to the overrides. What each does is replaced,
-not its name, so that a call is seen however the function was imported.
+They compute over the tokens of a rank. What each does is replaced, not its name, so that a call is
+seen however the function was imported: by the same over the whole sequence, or by a refusal.
 """
 
-import inspect
-from collections.abc import Callable, Iterator
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-import torch
-
-from lightning_cp.context import SLOT
-from lightning_cp.errors import RefusedError
-from lightning_cp.swap import flash_attn
+from lightning_cp.swap import flash_attn, flex
 from lightning_cp.swap._torch import replace_code
-from lightning_cp.swap.guard import outside_only
-from lightning_cp.swap.where import caller
+from lightning_cp.swap.guard import refused
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
-    "torch.nn.attention.flex_attention": ("flex_attention",),
     "torch.nn.attention.varlen": ("varlen_attn", "varlen_attn_out"),
     "flash_attn.flash_attn_interface": ("flash_attn_with_kvcache",),
     "flash_attn_interface": (  # version 3
@@ -36,6 +28,11 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
     ),
 }
 """By module; modules that cannot be imported are not there to be called."""
+
+SWAPS: dict[str, Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
+    "torch.nn.attention.flex_attention": flex.SWAPS,
+}
+"""Functions that a context computes over the whole sequence, with what makes the replacement."""
 
 WITHOUT_OPERATORS = (
     *("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"),
@@ -53,16 +50,21 @@ WAY_OUT = (
 
 
 def install() -> list[Callable[[], None]]:
-    """Let every function of `FUNCTIONS` that is there refuse to run within a context.
+    """Replace every function of `SWAPS`, and let those of `FUNCTIONS` refuse to run in a context.
 
     Returns:
         What puts each function back.
     """
-    return [replace_code(function, _refused) for function in _found()]
+    swaps = {name: tuple(functions) for name, functions in SWAPS.items()}
+    return [
+        *(replace_code(f, SWAPS[name][f.__name__]) for name, f in _found(swaps)),
+        *(replace_code(f, _refused) for _, f in _found(FUNCTIONS)),
+    ]
 
 
-def _found() -> Iterator[FunctionType]:
-    for name, functions in FUNCTIONS.items():
+def _found(wanted: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[str, FunctionType]]:
+    """Functions by name of their module, where they are there."""
+    for name, functions in wanted.items():
         try:
             module = import_module(name)
         except (ImportError, OSError):
@@ -72,25 +74,8 @@ def _found() -> Iterator[FunctionType]:
         for function in functions:
             found = getattr(module, function, None)
             if isinstance(found, FunctionType):
-                yield found
+                yield name, found
 
 
 def _refused(original: Callable[..., Any]) -> Callable[..., Any]:
-    first = next(iter(inspect.signature(original).parameters))
-    reason = f"{original.__module__}.{original.__name__} {WAY_OUT}"
-
-    @wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        # While a compiler traces, the graph is made for both situations; see `outside_only`.
-        if torch.compiler.is_compiling():
-            if SLOT.suspended:
-                return original(*args, **kwargs)
-            if args:
-                return original(outside_only(args[0], reason), *args[1:], **kwargs)
-            return original(**{**kwargs, first: outside_only(kwargs[first], reason)})
-        if SLOT.current is not None:
-            raise RefusedError(f"{caller(SLOT.current)}: {reason}")
-        SLOT.count_plain_attention()
-        return original(*args, **kwargs)
-
-    return replacement
+    return refused(original, f"{original.__module__}.{original.__name__} {WAY_OUT}")
