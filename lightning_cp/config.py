@@ -20,7 +20,9 @@ from lightning_cp.plan import (
 CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
     "exchange": ("auto", "allgather", "direct", "hybrid", "ring", "ulysses"),
-    "attention_backend": ("auto", "cudnn", "efficient", "flash", "flash_attn", "reference", "sdpa"),
+    "attention_backend": (
+        *("auto", "cudnn", "efficient", "flash", "flash_attn", "flex", "reference", "sdpa"),
+    ),
     "attention_dropout": ("refuse", "tile", "off"),
     "verify": ("off", "first_batch"),
     "documents": ("auto", "position_ids", "none"),
@@ -104,7 +106,8 @@ class Config:
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
             (that for CPUs, "flash", "efficient"); one of these, "cudnn" or "flash_attn" by name;
-            "reference"; or "auto", "sdpa" with "flash_attn" after "flash".
+            "flex", for calls with a mask_mod; "reference"; or "auto", "sdpa" with "flash_attn"
+            after "flash", and "flex" before "reference" for what these do not compute.
         attention_dropout: what dropout of a swapped call's weights does: "refuse"; "tile", it drops
             by numbers of the call, the rank and the block, which the backward and recomputation
             repeat; "off", nothing is dropped.

@@ -1,5 +1,6 @@
 """Which kernel a call on CUDA gets, and what is said where none fits; without a GPU."""
 
+import re
 from typing import Any
 
 import pytest
@@ -8,10 +9,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from lightning_cp.errors import RefusedError
-from lightning_cp.kernels import KERNELS, resolve
+from lightning_cp.kernels import KERNELS, choose, resolve
 from lightning_cp.kernels.flash_attn import FlashAttn
+from lightning_cp.kernels.flex import Flex
+from lightning_cp.kernels.reference import Reference
 from lightning_cp.kernels.scores import Scores
 from tests._harness import flash_attn
+from tests._harness.asked import every_third
 
 
 def fake(dtype: torch.dtype, size: int, value: int | None = None) -> tuple[Tensor, Tensor]:
@@ -60,6 +64,24 @@ def test_resolve_with_flash_attn(device: Any) -> None:
         assert resolve("sdpa", *fake(torch.bfloat16, 64)) is KERNELS["efficient"]
     with pytest.raises(RefusedError, match="which is not installed"):
         resolve("flash_attn", *fake(torch.bfloat16, 64))
+
+
+def test_resolve_with_a_mask_function(device: Any) -> None:
+    """Flex attention for the function alone, the reference beside other terms and elsewhere."""
+    hiding, more = Scores(mask_mod=every_third), Scores(mask_mod=every_third, softcap=1.0)
+    device(8)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert type(resolve("auto", *fake(dtype, 64), hiding)) is Flex
+    assert type(resolve("auto", *fake(torch.bfloat16, 64), more)) is Reference
+    assert type(resolve("auto", *fake(torch.bfloat16, 8), hiding)) is Reference
+    for q, reason in (
+        (fake(torch.float64, 64), r"takes .*float32, got torch.float64"),
+        (fake(torch.bfloat16, 8), r"takes heads of at least 16, got 8"),
+        ((torch.zeros(1, 1, 2, 16),) * 2, r"runs on CUDA devices, not on cpu tensors"),
+    ):
+        assert re.search(f"the flex kernel {reason}", choose("auto", *q, hiding).passed[-1])
+    with pytest.raises(RefusedError, match="the flex kernel is for calls with a mask_mod"):
+        resolve("flex", *fake(torch.bfloat16, 64))
 
 
 def test_resolve_on_older_devices(device: Any) -> None:

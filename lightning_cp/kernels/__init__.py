@@ -12,6 +12,7 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.kernels.base import Kernel
 from lightning_cp.kernels.flash import Flash
 from lightning_cp.kernels.flash_attn import FlashAttn
+from lightning_cp.kernels.flex import Flex
 from lightning_cp.kernels.fused import Cudnn, Efficient
 from lightning_cp.kernels.reference import Reference
 from lightning_cp.kernels.scores import PLAIN, Scores
@@ -22,6 +23,7 @@ KERNELS: dict[str, Kernel] = {
     "efficient": Efficient(),
     "flash": Flash(),
     "flash_attn": FlashAttn(),
+    "flex": Flex(),
     "reference": Reference(),
     "sdpa": Sdpa(),
 }
@@ -48,14 +50,16 @@ def choose(name: str, q: Tensor, v: Tensor, scores: Scores = PLAIN) -> Choice:
     """The kernel for a call.
 
     The named one; of "auto" and "sdpa" the first fused one that fits, and where the scores have
-    terms that none of these computes, with "auto" the reference.
+    terms that none of these computes, with "auto" that of flex attention, or else the reference.
 
     Raises:
         RefusedError: if the named kernel, or every fast kernel, lacks a capability.
     """
     reasons: list[str] = []
     candidates = {"auto": AUTO, "sdpa": FAMILY}.get(name, (name,))
-    for candidate in (*candidates, "reference") if scores.terms and name == "auto" else candidates:
+    if scores.terms and name == "auto":
+        candidates = (*candidates, "flex", "reference")
+    for candidate in candidates:
         kernel = KERNELS[candidate]
         reason = kernel.rejects(q, v) or kernel.lacks(scores)
         if reason is None:

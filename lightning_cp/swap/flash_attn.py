@@ -88,12 +88,14 @@ def _varlen_forward(plain: Plain) -> Plain:
         if context is None:
             SLOT.count_plain_attention()
             return plain(call)
-        with _named(context):
+        with named(context):
             rows = [
                 lengths.check(context, call[n], call[f"cu_seqlens_{n}"], is_causal=call["causal"])
                 for n in "qk"
             ]
-        q, k, v = (_rows(call[n], x.batch) for n, x in zip("qkv", (*rows, rows[1]), strict=True))
+        q, k, v = (
+            heads_first(call[n], x.batch) for n, x in zip("qkv", (*rows, rows[1]), strict=True)
+        )
         out, lse, state = _attend(context, call, q, k, v)
         return (
             out.transpose(1, 2).flatten(0, 1),
@@ -126,8 +128,8 @@ def _varlen_backward(plain: Plain) -> Plain:
             return plain(call)
         context = SLOT.bound(made.handle).context
         batch = {n: packed(context, call[n].shape[0]).batch for n in ("q", "k")}
-        rows = {n: _rows(call[n], batch["q"]) for n in ("dout", "q", "out")}
-        rows |= {n: _rows(call[n], batch["k"]) for n in ("k", "v")}
+        rows = {n: heads_first(call[n], batch["q"]) for n in ("dout", "q", "out")}
+        rows |= {n: heads_first(call[n], batch["k"]) for n in ("k", "v")}
         lse = call["softmax_lse"].unflatten(1, (batch["q"], -1)).transpose(0, 1)
         grads = _differentiate(call, rows, lse, made)
         for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
@@ -152,18 +154,12 @@ def _attend(
     """Output `[B, H, S, D]` and LSE of attention over the whole sequence, and a random state."""
     before, after = call["window_size_left"], call["window_size_right"]
     slopes = call["alibi_slopes"]
-    with _named(context):
+    with named(context):
         _refuse(call)
         dropout_p = kept_dropout(context, call["dropout_p"])
         seed = draw_seed(dropout_p, bits=SEED_BITS)
         if call["causal"] or slopes is not None or max(before, after) >= 0:
-            lengths = [context.sequence_of(x.shape[2]).length for x in (q, k)]
-            if lengths[0] != lengths[1]:
-                raise RefusedError(
-                    f"flash_attn aligns causality, windows and slopes at the last of {lengths[0]} "
-                    f"queries and {lengths[1]} keys, context parallelism at the first; leave them "
-                    f"off between sequences of different lengths"
-                )
+            check_alignment(context, q, k)
         out, lse, handle = forward_implementation(
             q,
             k,
@@ -179,6 +175,26 @@ def _attend(
         )
     mark = MARK << SEED_BITS | (0 if seed is None else int(seed))
     return out, lse, torch.tensor([mark, int(handle)])
+
+
+def check_alignment(context: Context, q: Tensor, k: Tensor) -> None:
+    """Refuse what counts distances between sequences of different lengths.
+
+    Args:
+        context: the active context.
+        q: `[B, H, S, D]`.
+        k: `[B, K, S_of_keys, D]`.
+
+    Raises:
+        RefusedError: if the whole sequences have different lengths.
+    """
+    lengths = [context.held(x.shape[2]).length for x in (q, k)]
+    if lengths[0] != lengths[1]:
+        raise RefusedError(
+            f"flash_attn aligns causality, windows and slopes at the last of {lengths[0]} queries "
+            f"and {lengths[1]} keys, context parallelism at the first; leave them off between "
+            f"sequences of different lengths"
+        )
 
 
 def _differentiate(
@@ -235,7 +251,7 @@ def _made(state: Tensor | None) -> _Made | None:
 
 
 @contextmanager
-def _named(context: Context) -> Iterator[None]:
+def named(context: Context) -> Iterator[None]:
     """Says in messages who called."""
     try:
         yield
@@ -257,7 +273,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
             torch.use_deterministic_algorithms(before, warn_only=warn)
 
 
-def _rows(x: Tensor, batch: int) -> Tensor:
+def heads_first(x: Tensor, batch: int) -> Tensor:
     """`[B * S, H, D]` as `[B, H, S, D]`."""
     split: Tensor = x.unflatten(0, (batch, -1))
     return split.transpose(1, 2)

@@ -12,7 +12,6 @@ for every mask it is looked whether that comes to the same.
 
 from collections.abc import Callable
 from functools import wraps
-from inspect import signature
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,12 +26,11 @@ from lightning_cp.context import SLOT, Context
 from lightning_cp.data.content import content_code
 from lightning_cp.errors import RefusedError
 from lightning_cp.mask import MaskMod
+from lightning_cp.swap.calls import Function, swapped, without_gradient
 from lightning_cp.swap.captured import captured
-from lightning_cp.swap.guard import anywhere, refused
-from lightning_cp.swap.where import caller
+from lightning_cp.swap.guard import anywhere
 
 BlockMask = flex.BlockMask
-Function = Callable[..., Any]
 
 COMPILED = (
     "flex_attention in one graph with other code (fullgraph=True) is not supported under context "
@@ -56,33 +54,7 @@ def flex_attention(original: Function) -> Function:
             for what attention itself refuses.
         MismatchError: if peers pass a `mask_mod` that reads other values.
     """
-    arguments, swapped = signature(original), _Swapped()
-    compiled = refused(original, COMPILED)
-
-    def call_sharded(context: Context, *args: Any, **kwargs: Any) -> Any:
-        call = arguments.bind(*args, **kwargs)
-        call.apply_defaults()
-        if context.world == 1 and _lacks(call.arguments):
-            context.log.attention += 1
-            return original(*args, **kwargs)
-        try:
-            return swapped(context, call.arguments)
-        except RefusedError as error:
-            raise RefusedError(f"{caller(context)}: {error}") from error
-
-    sharded = torch.compiler.disable(call_sharded, reason=COMPILED)
-
-    @wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        context = SLOT.current
-        if context is not None:
-            return sharded(context, *args, **kwargs)
-        if torch.compiler.is_compiling():
-            return compiled(*args, **kwargs)
-        SLOT.count_plain_attention()
-        return original(*args, **kwargs)
-
-    return replacement
+    return swapped(original, _Calls(), _lacks, COMPILED)
 
 
 def create_block_mask(original: Function) -> Function:
@@ -98,7 +70,7 @@ def create_block_mask(original: Function) -> Function:
     return replacement
 
 
-class _Swapped:
+class _Calls:
     """Calls within contexts; remembers the block masks that are what their functions say."""
 
     def __init__(self) -> None:
@@ -106,8 +78,6 @@ class _Swapped:
 
     def __call__(self, context: Context, call: dict[str, Any]) -> Any:
         query, key, value = (call[name] for name in ("query", "key", "value"))
-        if reason := _lacks(call):
-            raise RefusedError(reason)
         if query.shape[-3] != key.shape[-3] and not call["enable_gqa"]:
             raise RefusedError(
                 f"{query.shape[-3]} query heads and {key.shape[-3]} key heads need enable_gqa=True"
@@ -251,25 +221,6 @@ def _listed(numbers: Tensor, indices: Tensor, count: int) -> Tensor:
     places = torch.where(column < numbers.unsqueeze(-1), indices.long(), count)
     found = torch.zeros(*indices.shape[:-1], count + 1, dtype=torch.bool, device=indices.device)
     return found.scatter_(-1, places, True)[..., :count]
-
-
-class _WithoutGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, lse: Tensor) -> Tensor:
-        return lse.view_as(lse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise RefusedError(
-            "the gradient of attention's LSE is not supported under context parallelism; use "
-            "lse.detach()"
-        )
-
-
-def without_gradient(lse: Tensor) -> Tensor:
-    """The LSE of a call, whose backward refuses to run."""
-    found: Tensor = _WithoutGradient.apply(lse)  # type: ignore[no-untyped-call]
-    return found
 
 
 SWAPS: dict[str, Callable[[Function], Function]] = {

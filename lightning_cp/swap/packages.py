@@ -9,18 +9,14 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
-from lightning_cp.swap import flash_attn, flex
+from lightning_cp.swap import flash_attn, flash_attn_later, flex
 from lightning_cp.swap._torch import replace_code
 from lightning_cp.swap.guard import refused
 
 FUNCTIONS: dict[str, tuple[str, ...]] = {
     "torch.nn.attention.varlen": ("varlen_attn", "varlen_attn_out"),
     "flash_attn.flash_attn_interface": ("flash_attn_with_kvcache",),
-    "flash_attn_interface": (  # version 3
-        *("flash_attn_func", "flash_attn_varlen_func", "flash_attn_qkvpacked_func"),
-        "flash_attn_with_kvcache",
-    ),
-    "flash_attn.cute.interface": ("flash_attn_func", "flash_attn_varlen_func"),  # version 4
+    "flash_attn_interface": ("flash_attn_with_kvcache",),  # version 3
     "xformers.ops.fmha": (
         *("memory_efficient_attention", "memory_efficient_attention_partial"),
         *("memory_efficient_attention_forward", "memory_efficient_attention_backward"),
@@ -31,6 +27,8 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 
 SWAPS: dict[str, Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]] = {
     "torch.nn.attention.flex_attention": flex.SWAPS,
+    "flash_attn_interface": flash_attn_later.THIRD,
+    "flash_attn.cute.interface": flash_attn_later.FOURTH,
 }
 """Functions that a context computes over the whole sequence, with what makes the replacement."""
 

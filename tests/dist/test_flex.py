@@ -128,7 +128,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mod: MaskMod | None, case: Case) -> 
 def _batch() -> Batch:
     generator = torch.Generator().manual_seed(7)
     drawn = torch.randint(30, (ROWS, LENGTH + 1), generator=generator)
-    numbers = [torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) for sizes in DOCUMENTS]
+    numbers = [
+        torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) for sizes in DOCUMENTS
+    ]
     documents = torch.stack(numbers)
     return {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:], "documents": documents}
 
