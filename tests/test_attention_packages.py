@@ -16,7 +16,7 @@ from lightning_cp.context import SLOT
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap import Installation
 from lightning_cp.swap.packages import FUNCTIONS, WITHOUT_OPERATORS
-from tests._harness import flash_attn, flash_attn_later
+from tests._harness import flash_attn, flash_attn_3_ops, flash_attn_later
 from tests._harness.multihead import BATCH, HEADS, SIZE, context
 
 LIBRARIES = {name: names for name, names in FUNCTIONS.items() if not name.startswith("torch.")}
@@ -176,6 +176,13 @@ def test_signatures_of_later_packages(name: str) -> None:
         given = inspect.signature(getattr(module, function)).parameters.values()
         plain = [x.replace(annotation=inspect.Parameter.empty) for x in given]
         assert function.endswith("cache") or str(inspect.Signature(plain)) == signature
+
+
+def test_schemas_of_version_3() -> None:
+    pytest.importorskip("flash_attn_interface")
+    for name, schema in flash_attn_3_ops.SCHEMAS.items():
+        found = getattr(torch.ops.flash_attn_3, name).default._schema
+        assert str(found) == f"flash_attn_3::{name}{schema}"
 
 
 def test_schemas_of_the_stand_in() -> None:

@@ -9,16 +9,18 @@ from torch import Tensor
 
 from lightning_cp.attention import attend
 from lightning_cp.context import SLOT
+from lightning_cp.kernels import KERNELS
 from lightning_cp.swap import Installation
-from tests._harness import flash_attn
+from tests._harness import flash_attn, flash_attn_3_ops
 from tests._harness.multihead import context
 
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the kernel take CPU tensors of any dtype."""
-    for name in ("unfit", "too_old"):
-        monkeypatch.setattr(f"lightning_cp.kernels.flash_attn.{name}", lambda *_: None)
+    for name in ("flash_attn.unfit", "flash_attn.too_old", "flash_attn_3.unfit"):
+        monkeypatch.setattr(f"lightning_cp.kernels.{name}", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
 
 def _attended(kernel: str, size: int, **options: Any) -> list[Tensor]:
@@ -54,6 +56,30 @@ def test_calls_like_those_of_the_reference(
                 installation.remove()
         names = {call.name for call in flash_attn.CALLS}
         assert names == {"_flash_attn_varlen_forward", "_flash_attn_varlen_backward"}
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, (2, 1)])
+def test_version_3(window: Any, softcap: float | None) -> None:
+    options = {"is_causal": window is None, "softcap": softcap, "window": window}
+    with flash_attn_3_ops.installed():
+        for size in (5, 8):
+            found = _attended("flash_attn_3", size, **options)
+            for one, other in zip(found, _attended("reference", size, **options), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert set(flash_attn_3_ops.CALLS) == set(flash_attn_3_ops.SCHEMAS)
+
+
+def test_version_3_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = torch.zeros(1, 1, 2, 8)
+    kernel = KERNELS["flash_attn_3"]
+    assert "not installed" in str(kernel.rejects(q, q))
+    with flash_attn_3_ops.installed():
+        assert kernel.rejects(q, q) is None
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+        assert kernel.rejects(q, q) == "needs compute capability 9.x, this device has 10.0"
+    large = torch.zeros(1, 1, 2, 264)
+    assert kernel.rejects(large, large) == "takes heads of at most 256, got 264"
 
 
 @pytest.mark.parametrize("wanted", [False, True])

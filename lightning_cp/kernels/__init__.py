@@ -12,6 +12,7 @@ from lightning_cp.errors import RefusedError
 from lightning_cp.kernels.base import Kernel
 from lightning_cp.kernels.flash import Flash
 from lightning_cp.kernels.flash_attn import FlashAttn
+from lightning_cp.kernels.flash_attn_3 import FlashAttn3
 from lightning_cp.kernels.flex import Flex
 from lightning_cp.kernels.fused import Cudnn, Efficient
 from lightning_cp.kernels.reference import Reference
@@ -23,6 +24,7 @@ KERNELS: dict[str, Kernel] = {
     "efficient": Efficient(),
     "flash": Flash(),
     "flash_attn": FlashAttn(),
+    "flash_attn_3": FlashAttn3(),
     "flex": Flex(),
     "reference": Reference(),
     "sdpa": Sdpa(),

@@ -38,7 +38,7 @@ class FlashAttn(Flash):
         with SLOT.suspend():  # else calls within a context would come back here
             out, lse, *_ = torch.ops.flash_attn._flash_attn_varlen_forward.default(
                 *(q, k, v, call.cum_q, call.cum_k, call.max_q, call.max_k),
-                *(0.0, scale, call.causal, *_window(call), self.scores.softcap or 0.0),
+                *(0.0, scale, call.causal, *window(call), self.scores.softcap or 0.0),
             )
         return out, lse
 
@@ -50,13 +50,14 @@ class FlashAttn(Flash):
         torch.ops.flash_attn._flash_attn_varlen_backward.default(
             *(grad, q, k, v, out, lse, dq, dk, dv),
             *(call.cum_q, call.cum_k, call.max_q, call.max_k),
-            *(0.0, scale, call.causal, *_window(call), self.scores.softcap or 0.0, None),
+            *(0.0, scale, call.causal, *window(call), self.scores.softcap or 0.0, None),
             torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
 
 
-def _window(call: Call) -> tuple[int, int]:
+def window(call: Call) -> tuple[int, int]:
+    """The window of a call as the package takes it."""
     left, right = (-1 if side is None else side for side in (call.left, call.right))
     return left, right
 

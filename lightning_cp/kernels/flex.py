@@ -90,7 +90,7 @@ class Flex(BlockKernel):
     supports = frozenset({"mask_mod"})
 
     def __init__(self, attend: Callable[..., tuple[Tensor, Tensor]] | None = None) -> None:
-        self._attend = Attend() if attend is None else attend
+        self._attend: Callable[..., tuple[Tensor, Tensor]] = attend or Attend()
 
     def rejects(self, q: Tensor, v: Tensor) -> str | None:
         """See `Kernel.rejects`."""
@@ -157,7 +157,8 @@ class Flex(BlockKernel):
 
         def shown(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
             near = (j - i >= numbers[2]) & (j - i <= numbers[3])
-            return near & mod(b + numbers[0], h + numbers[1], queries[i], keys[j])
+            found: Tensor = mod(b + numbers[0], h + numbers[1], queries[i], keys[j])
+            return near & found
 
         return shown
 

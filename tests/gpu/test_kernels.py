@@ -20,10 +20,14 @@ pytestmark = [
 
 LENGTH = 389
 NEEDS_PACKAGE = pytest.mark.skipif(find_spec("flash_attn") is None, reason="needs flash-attn")
+NEEDS_VERSION_3 = pytest.mark.skipif(
+    find_spec("flash_attn_interface") is None, reason="needs flash-attn 3"
+)
 CELLS = [
     ("flash", "bf16"),
     ("flash", "fp16"),
     pytest.param("flash_attn", "bf16", marks=NEEDS_PACKAGE),
+    pytest.param("flash_attn_3", "bf16", marks=NEEDS_VERSION_3),
     ("efficient", "fp32"),
     ("efficient", "bf16"),
     ("cudnn", "bf16"),
