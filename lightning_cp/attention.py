@@ -121,7 +121,8 @@ def forward_implementation(
     window = None if before < 0 and after < 0 else (_limit(before), _limit(after))
     sees = Visibility(is_causal, window, chunk or None, None if prefix is None else tuple(prefix))
     heads = (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
-    terms = (softcap, *(None if x is None else x.shape[1:] for x in learned), mask_mod, dropout_p)
+    told = None if mask_mod is None else SLOT.mask_mods.told(mask_mod)
+    terms = (softcap, *(None if x is None else x.shape[1:] for x in learned), told, dropout_p)
     code = context.log.record(("attention", *heads, q.dtype, scale, sees, terms))
     if context.compare_calls:
         _compare(context, code, q, k, sees, terms)

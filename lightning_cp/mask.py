@@ -312,7 +312,8 @@ class MaskMods:
 
     [Note: names of mask functions] Names must be the same on peers, which compare them, and the
     same for every run of a graph. A function that is passed as it is gets a name made of its own,
-    with a number where another function has it; of these the ones used last are kept.
+    with a number where another function has it; of these the ones used last are kept. The number
+    is not compared: it counts what the process called before.
     """
 
     def __init__(self) -> None:
@@ -345,6 +346,10 @@ class MaskMods:
         while len(self._passed) > ANONYMOUS:
             self._passed.popitem(last=False)
         return name
+
+    def told(self, name: str) -> str:
+        """What of the name of a function is compared with peers."""
+        return name if name in self._declared else name.partition("#")[0]
 
     def find(self, name: str) -> MaskMod:
         """The function of a name.
