@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import (
 from lightning_cp import functional
 from lightning_cp.errors import MismatchError, RefusedError
 from lightning_cp.mask import MaskMod
+from tests._harness import hf
 from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
@@ -318,3 +319,35 @@ def _later(rank: int, world: int) -> None:
 
 def test_refusals_of_peers_and_in_a_backward(pool: Pool) -> None:
     pool.run(_later, world=2)
+
+
+def _transformers(rank: int, world: int) -> None:
+    expected, model = (
+        hf.build("llama", attn_implementation=name) for name in ("sdpa", "flex_attention")
+    )
+    model.load_state_dict(expected.state_dict())
+    ids = _batch()["input_ids"]
+
+    def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+        return F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten())
+
+    reference = loss_of(expected, ids)
+    reference.backward()
+    with one_group(rank, world) as parallel:
+        shard = parallel.shard({"input_ids": ids}, module=model)
+        with parallel.active(shard):
+            loss = loss_of(model, shard.batch["input_ids"])
+            loss.backward()
+        parallel.check(shard, loss)
+    assert model.config._attn_implementation == "flex_attention"
+    assert loss.item() == pytest.approx(reference.item(), abs=1e-12)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        assert one.grad is not None
+        dist.all_reduce(one.grad)
+        torch.testing.assert_close(one.grad / world, other.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.full
+def test_models_of_transformers_that_name_it(pool: Pool) -> None:
+    pytest.importorskip("transformers")
+    pool.run(_transformers, world=2)
