@@ -117,7 +117,8 @@ def _function(name: str, signature: str) -> Callable[..., Any]:
 @contextmanager
 def installed() -> Iterator[tuple[ModuleType, ModuleType]]:
     """Within it both packages can be imported; gives their modules with the functions."""
-    parents = [ModuleType(name) for name in ("flash_attn", "flash_attn.cute")]
+    names = ("flash_attn", "flash_attn.cute")
+    parents = [ModuleType(name) for name in names if name not in sys.modules]
     modules = ModuleType(THIRD), ModuleType(FOURTH)
     for module in parents:
         module.__path__ = []
