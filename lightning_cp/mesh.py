@@ -78,20 +78,20 @@ def build_mesh(
     """
     rank = dist.get_rank()
 
-    def own(*axes: str, backend: str | None = None, urgent: bool = False) -> Any:
+    def own(role: str, *axes: str, backend: str | None = None, urgent: bool = False) -> Any:
         options = urgent_options(device.type, ctas=CTAS, timeout=timeout) if urgent else None
-        return _own_group(topology, axes, timeout=timeout, backend=backend, options=options)
+        return _own_group(topology, role, axes, timeout=timeout, backend=backend, options=options)
 
-    cp, meta = own("cp", urgent=True), own("cp", backend="gloo")
+    cp, meta = own("cp", "cp", urgent=True), own("meta", "cp", backend="gloo")
     mesh = Mesh(
         topology=topology,
         rank=rank,
         cp=cp,
-        cp_a2a=own("cp", urgent=True),
+        cp_a2a=own("cp_a2a", "cp", urgent=True),
         meta=meta,
-        grad=own("dp_replicate", "dp_shard", "cp"),
-        dp=own("dp_replicate", "dp_shard"),
-        device=own("cp", "tp", backend="gloo") if topology.tp > 1 else meta,
+        grad=own("grad", "dp_replicate", "dp_shard", "cp"),
+        dp=own("dp", "dp_replicate", "dp_shard"),
+        device=own("device", "cp", "tp", backend="gloo") if topology.tp > 1 else meta,
     )
     if device.type != "cpu":
         for group in (mesh.cp, mesh.cp_a2a, mesh.grad, mesh.dp):
@@ -99,17 +99,28 @@ def build_mesh(
     return mesh
 
 
+PREFIX = "lightning_cp:"
+"""Before the role in what torch calls the description of a group."""
+
+
 def _own_group(
     topology: Topology,
+    role: str,
     axes: tuple[str, ...],
     *,
     timeout: timedelta | None,
     backend: str | None,
     options: Any = None,
 ) -> Any:
-    """The group of this rank among those of some axes; all ranks make all of them."""
+    """The group of this rank among those of some axes; all ranks make all of them.
+
+    Profiles and torch's flight recorder show the role of a group beside its messages.
+    """
     rank, groups = dist.get_rank(), topology.groups(*axes)
-    made = [dist.new_group(list(ranks), timeout, backend, options) for ranks in groups]
+    made = [
+        dist.new_group(list(ranks), timeout, backend, options, group_desc=f"{PREFIX}{role}")
+        for ranks in groups
+    ]
     return next(g for g, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
@@ -183,7 +194,8 @@ def parameter_mesh(
     if topology.world == 1:
         return ParameterMesh(lone_mesh(device.type, tuple(DIMENSIONS)), "")
     groups = [
-        _own_group(topology, axes, timeout=timeout, backend=None) for axes in DIMENSIONS.values()
+        _own_group(topology, role, axes, timeout=timeout, backend=None)
+        for role, axes in zip(("replicate", "param", "tp"), DIMENSIONS.values(), strict=True)
     ]
     if device.type != "cpu":
         for group in groups:

@@ -7,9 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_cp.cli.bench.overlap.command import row_of
+from lightning_cp.cli.bench.overlap.results import RankResult, row_of
 from lightning_cp.cli.bench.overlap.settings import ARMS
-from lightning_cp.cli.bench.overlap.worker import RankResult
 from lightning_cp.cli.main import main
 from lightning_cp.comm import throttle
 from lightning_cp.comm.p2p import GroupLink
@@ -21,7 +20,9 @@ GATHERED = dist.distributed_c10d.Work
 
 def test_figures_by_hand() -> None:
     ranks = [
-        RankResult(rate=1.0, chosen="early", seconds=dict.fromkeys(ARMS, own), again=again)
+        RankResult(
+            rate=1.0, chosen="early", seconds=dict.fromkeys(ARMS, own), again=again, spans={}
+        )
         for own, again in (([4.0, 2.0, 6.0], [1.0, 4.0, 3.0]), ([3.0, 3.0, 1.0], [2.0, 1.0, 4.0]))
     ]
     ranks[0].seconds["early"] = [2.0, 1.0, 4.0]
@@ -64,9 +65,12 @@ def gathered(rank: int, world: int) -> tuple[list[float], list[float]]:
         work = gather(found, part, dist.group.WORLD, async_op=True)
         assert isinstance(work, GATHERED)
         assert slept == []
-        assert link.leaves(100) == pytest.approx(50 + 0.4 * (world - 1) + 0.1)
+        assert link.spans == [("parameters", 50.0, 50 + 0.4 * (world - 1))]
+        assert link.leaves(100, "messages") == pytest.approx(50 + 0.4 * (world - 1) + 0.1)
         work.wait()
         assert gather(found, part, dist.group.WORLD) is None
+        kinds = [span.kind for span in link.spans]
+        assert kinds == ["parameters", "messages", "waiting", "parameters", "waiting"]
         return found[::100].tolist(), slept
     finally:
         throttle.time = real
@@ -84,11 +88,16 @@ def test_a_small_run(tmp_path, capsys):
     file = tmp_path / "found.json"
     sizes = {"seqlen": 64, "layers": 2, "width": 16, "heads": 2, "repeats": 2}
     options = [part for name, value in sizes.items() for part in (f"--{name}", str(value))]
-    options += ["--network", "0.5", "--dtype", "fp32", "--json", str(file)]
+    options += ["--network", "0.5", "--dtype", "fp32", "--json", str(file), "--out", str(tmp_path)]
     assert main(["bench", "overlap", *options]) == 0
+    assert (tmp_path / "overlap.png").stat().st_size > 5000
     found = json.loads(file.read_text())
     assert [row["window"] for row in found["rows"]] == list(ARMS)
     assert all(row["seconds"] > 0 for row in found["rows"])
     assert found["rate"] <= 0.5
+    for rank in found["spans"]:
+        for window, spans in rank.items():
+            assert {kind for kind, _, _ in spans} == {"messages", "parameters", "waiting"}, window
+            assert all(0 <= start <= stop for _, start, stop in spans)
     assert found["auto"] in ARMS
     assert f"auto ({found['auto']})" in capsys.readouterr().out

@@ -7,7 +7,7 @@ until then, asleep. The clock is `time.monotonic`, which all processes of one Li
 
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,18 @@ PROBE_BYTES = 8 * 2**20
 """Size of a message by which a link measures its own rate."""
 
 
+class Span(NamedTuple):
+    """What took the time from `start` to `stop`, by `time.monotonic`.
+
+    Attributes:
+        kind: "messages" or "parameters", which leave this rank; or "waiting" of the rank itself.
+    """
+
+    kind: Literal["messages", "parameters", "waiting"]
+    start: float
+    stop: float
+
+
 class ThrottledLink:
     """A full-duplex link of one rate out of every rank; see [Note: an emulated link].
 
@@ -33,6 +45,9 @@ class ThrottledLink:
         link: what really carries the messages, faster than `gbit_per_second`; its tensors are on
             the CPU.
         gbit_per_second: rate in 1e9 bits per second.
+
+    Attributes:
+        spans: what left and what waited, in the order of its end; grows until it is cleared.
 
     Raises:
         ConfigError: if the rate is not above 0.
@@ -46,24 +61,38 @@ class ThrottledLink:
         self._link = link
         self._bytes_per_second = gbit_per_second * 1e9 / 8
         self._free = 0.0
+        self.spans: list[Span] = []
 
     def exchange(
         self, sends: Sequence[Message], receives: Sequence[Message], *, role: Role = "keys"
     ) -> Waiting:
         """See `lightning_cp.comm.p2p.exchange`."""
         left = [
-            torch.tensor([self.leaves(buffer.nbytes)], dtype=torch.float64) for _, buffer in sends
+            torch.tensor([self.leaves(buffer.nbytes, "messages")], dtype=torch.float64)
+            for _, buffer in sends
         ]
         due = [torch.empty(1, dtype=torch.float64) for _ in receives]
         pending = self._link.exchange(
             _interleaved(sends, left), _interleaved(receives, due), role=role
         )
-        return _Paced(pending, [*left, *due])
+        return _Paced(self, pending, [*left, *due])
 
-    def leaves(self, size: int) -> float:
+    def leaves(self, size: int, kind: Literal["messages", "parameters"]) -> float:
         """When the last of `size` bytes leaves that are posted now, by `time.monotonic`."""
-        self._free = max(time.monotonic(), self._free) + size / self._bytes_per_second
+        start = max(time.monotonic(), self._free)
+        self._free = start + size / self._bytes_per_second
+        self.spans.append(Span(kind, start, self._free))
         return self._free
+
+    def wait(self, pending: Any, due: Iterable[float]) -> None:
+        """Wait for what is pending, then until the latest of `due`, which may be known only then."""
+        start = time.monotonic()
+        pending.wait()
+        now = time.monotonic()
+        stop = max(now, *due)
+        if stop > now:
+            time.sleep(stop - now)
+        self.spans.append(Span("waiting", start, stop))
 
 
 class ThrottledGather:
@@ -87,9 +116,10 @@ class ThrottledGather:
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False
     ) -> Any:
         """Gather equal parts of all ranks; without `async_op` wait until the link is free again."""
-        due = self._link.leaves(input_tensor.nbytes * (dist.get_world_size(group) - 1))
+        size = input_tensor.nbytes * (dist.get_world_size(group) - 1)
+        due = self._link.leaves(size, "parameters")
         work = gather_into(output_tensor, input_tensor, group=group)
-        paced = _PacedWork(work, due)
+        paced = _PacedWork(self._link, work, due)
         if async_op:
             return paced
         paced.wait()
@@ -99,13 +129,12 @@ class ThrottledGather:
 class _PacedWork(Work):
     """A collective in flight until it is due."""
 
-    def __init__(self, work: Any, due: float) -> None:
+    def __init__(self, link: ThrottledLink, work: Any, due: float) -> None:
         super().__init__()
-        self._work, self._due = work, due
+        self._link, self._work, self._due = link, work, due
 
     def wait(self, timeout: Any = None) -> bool:
-        self._work.wait()
-        _sleep_until(self._due)
+        self._link.wait(self._work, [self._due])
         return True
 
 
@@ -114,19 +143,12 @@ class _Paced:
 
     ready = True
 
-    def __init__(self, pending: Waiting, due: Sequence[Tensor]) -> None:
-        self._pending, self._due = pending, due
+    def __init__(self, link: ThrottledLink, pending: Waiting, due: Sequence[Tensor]) -> None:
+        self._link, self._pending, self._due = link, pending, due
 
     def wait(self) -> None:
         """Wait for every message, then sleep until it is due."""
-        self._pending.wait()
-        _sleep_until(max(map(float, self._due), default=0.0))
-
-
-def _sleep_until(due: float) -> None:
-    remaining = due - time.monotonic()
-    if remaining > 0:
-        time.sleep(remaining)
+        self._link.wait(self._pending, map(float, self._due))
 
 
 def measured_rate(

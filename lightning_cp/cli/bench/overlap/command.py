@@ -2,10 +2,9 @@
 
 import argparse
 import json
-import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from rich import box
@@ -13,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_cp.cli.bench.attention.settings import DTYPES
+from lightning_cp.cli.bench.overlap.results import RankResult, Row, row_of
 from lightning_cp.cli.bench.overlap.settings import ARMS, Settings
-from lightning_cp.cli.bench.overlap.worker import RankResult
 from lightning_cp.cli.children import run_ranks
-from lightning_cp.cli.outputs import writable_file
+from lightning_cp.cli.outputs import check_outputs
 from lightning_cp.errors import ContextParallelError
 
 SUMMARY = "measure when to gather sharded parameters on a slow link that attention shares"
+PICTURE = "overlap.png"
 MS = 1e3
 
 
@@ -39,6 +39,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--network", type=float, default=1.0, metavar="GBPS", help="rate of the emulated link"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help=f"draw {PICTURE}, steps as timelines, in DIR"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -50,8 +53,7 @@ def run(args: argparse.Namespace) -> None:
     """
     names = ("world", "seqlen", "layers", "width", "heads", "dtype", "network", "repeats")
     settings = Settings(**{name: getattr(args, name) for name in names})
-    if args.json is not None:
-        writable_file(args.json, option="--json")
+    check_outputs(args, PICTURE)
     ranks = _measured(settings)
     rows = [row_of(arm, ranks) for arm in ARMS]
     Console().print(_table(settings, ranks[0], rows))
@@ -61,43 +63,13 @@ def run(args: argparse.Namespace) -> None:
             "rate": ranks[0].rate,
             "auto": ranks[0].chosen,
             "rows": [asdict(row) for row in rows],
+            "spans": [rank.spans for rank in ranks],
         }
         args.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if args.out is not None:
+        from lightning_cp.cli.bench.overlap.picture import draw  # needs matplotlib
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One window; times are wall time of the slowest rank, because waiting is what is measured.
-
-    Attributes:
-        window: when the next block is gathered.
-        seconds: median of its steps.
-        speedup: median over the rounds of the first window's time over its own.
-        speedup_spread: the quartiles of that; of the first window its own next step's.
-    """
-
-    window: str
-    seconds: float
-    speedup: float
-    speedup_spread: tuple[float, float]
-
-
-def row_of(arm: str, ranks: Sequence[RankResult]) -> Row:
-    """The figures of a window: of the first one against itself."""
-    first, own = (_slowest([rank.seconds[name] for rank in ranks]) for name in (ARMS[0], arm))
-    against = _slowest([rank.again for rank in ranks]) if arm == ARMS[0] else own
-    ratios = [a / b for a, b in zip(first, against, strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4, method="inclusive")
-    return Row(
-        window=arm,
-        seconds=statistics.median(own),
-        speedup=statistics.median(ratios),
-        speedup_spread=(low, high),
-    )
-
-
-def _slowest(ranks: Sequence[list[float]]) -> list[float]:
-    return [max(own) for own in zip(*ranks, strict=True)]
+        draw(ranks[0], rows, args.out / PICTURE)
 
 
 def _measured(settings: Settings) -> list[RankResult]:

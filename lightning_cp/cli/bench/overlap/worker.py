@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lightning_cp.balance.windows import WIDTH
 from lightning_cp.cli.bench.attention.measure import Inputs
 from lightning_cp.cli.bench.attention.settings import DTYPES
 from lightning_cp.cli.bench.overlap.model import Stack
+from lightning_cp.cli.bench.overlap.results import RankResult, Spans
 from lightning_cp.cli.bench.overlap.settings import ARMS, Settings
 from lightning_cp.comm.failure import report
 from lightning_cp.comm.p2p import GroupLink
@@ -30,32 +31,6 @@ from lightning_cp.topology import Topology
 
 FAILED = 2
 CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankResult:
-    """What one rank measured.
-
-    Attributes:
-        rate: of the link, Gbit/s.
-        chosen: the window that "auto" took.
-        seconds: wall time of a step in every window of `ARMS`, one of each a round.
-        again: a second step of the first window in every round.
-    """
-
-    rate: float
-    chosen: str
-    seconds: dict[str, list[float]]
-    again: list[float]
-
-    def save(self, folder: Path, rank: int) -> None:
-        """Write it to the folder of the job."""
-        _file(folder, rank).write_text(json.dumps(asdict(self)), encoding="ascii")
-
-    @classmethod
-    def load(cls, folder: Path, rank: int) -> "RankResult":
-        """Read what `save` wrote."""
-        return cls(**json.loads(_file(folder, rank).read_text(encoding="ascii")))
 
 
 def main() -> int:
@@ -100,6 +75,7 @@ def run(settings: Settings, rank: int) -> RankResult:
     steps = _Steps(settings, parallel, link)
     chosen = _chosen(settings)
     seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
+    spans: dict[str, Spans] = {}
     again = []
     for arm in ARMS:
         steps.prepare(arm if arm != "auto" else chosen)
@@ -108,14 +84,21 @@ def run(settings: Settings, rank: int) -> RankResult:
         for arm in ARMS:
             steps.prepare(arm if arm != "auto" else chosen)
             seconds[arm].append(steps())
+            spans[arm] = steps.spans
         steps.prepare(ARMS[0])
         again.append(steps())
     parallel.close()
-    return RankResult(rate=rate, chosen=chosen, seconds=seconds, again=again)
+    return RankResult(rate=rate, chosen=chosen, seconds=seconds, again=again, spans=spans)
 
 
 class _Steps:
-    """A sharded model on a slow link."""
+    """A sharded model on a slow link.
+
+    Attributes:
+        spans: see `RankResult`, of the last step.
+    """
+
+    spans: Spans
 
     def __init__(self, settings: Settings, parallel: ContextParallel, link: ThrottledLink) -> None:
         self._parallel, self._link = parallel, link
@@ -141,9 +124,12 @@ class _Steps:
     def __call__(self) -> float:
         """Seconds of one step; all ranks begin it together."""
         dist.barrier()
+        self._link.spans.clear()
         start = time.monotonic()
         self._run()
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        self.spans = [(kind, a - start, b - start) for kind, a, b in self._link.spans]
+        return seconds
 
     def _run(self) -> None:
         shard = self._parallel.shard({"x": self._x}, module=self._model)
@@ -185,10 +171,6 @@ def _attention_seconds(tensors: Inputs) -> float:
         out.backward(tensors.grad_out)
         took.append(time.monotonic() - start)
     return min(took)
-
-
-def _file(folder: Path, rank: int) -> Path:
-    return folder / f"rank{rank}.json"
 
 
 if __name__ == "__main__":
