@@ -85,7 +85,7 @@ class ThrottledLink:
         return self._free
 
     def wait(self, pending: Any, due: Iterable[float]) -> None:
-        """Wait for what is pending, then until the latest of `due`, which may be known only then."""
+        """Wait for what is pending, then until the latest of `due`, known only then."""
         start = time.monotonic()
         pending.wait()
         now = time.monotonic()
