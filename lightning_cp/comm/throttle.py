@@ -89,7 +89,7 @@ class ThrottledLink:
         start = time.monotonic()
         pending.wait()
         now = time.monotonic()
-        stop = max(now, *due)
+        stop = max([now, *due])
         if stop > now:
             time.sleep(stop - now)
         self.spans.append(Span("waiting", start, stop))
