@@ -58,6 +58,7 @@ def one_process(tmp_path_factory):
     return final_loss(run(PROJECT, "auto", 1, tmp_path_factory.mktemp("auto")))
 
 
+@pytest.mark.full  # a stage of .ci/run trains it, without the comparison
 @pytest.mark.dist
 def test_existing_project_has_the_same_loss(one_process, tmp_path):
     found = final_loss(run(PROJECT, "context_parallel", 2, tmp_path))

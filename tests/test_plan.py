@@ -73,7 +73,7 @@ def check_group(case: Case, plans: list[Plan]) -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(cases())
 def test_every_visible_pair_is_computed_once(exchange: str, case: Case) -> None:
     check(case, case.plans(exchange))
@@ -87,7 +87,13 @@ def test_more_ranks_than_a_node_holds(exchange: str, case: Case) -> None:
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
-@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=pytest.mark.full if name.endswith("-64") else ())
+        for name, case in LONG.items()
+    ],
+)
 def test_large_groups(case: Case, exchange: str) -> None:
     check(case, case.plans(exchange))
 

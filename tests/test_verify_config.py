@@ -40,6 +40,7 @@ def test_right_model_with_the_options_of_its_strategy(tmp_path, capfd):
     assert "21" in printed
 
 
+@pytest.mark.full  # tests/test_verify_command.py has a wrong model
 def test_wrong_model_and_options_of_the_command_line(capfd):
     arguments = ["--config", str(FILES / "overridden.yaml"), "--ranks", "3", "--layout", "zigzag"]
     assert main(["verify", *arguments]) == 1

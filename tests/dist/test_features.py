@@ -14,6 +14,7 @@ from lightning_cp.errors import ConfigError
 from tests._harness.differences import differences
 from tests._harness.feature import Feature
 from tests._harness.features import FEATURES, GROUPS, PAGE, Raised, markdown, perform
+from tests._harness.grid import rare
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -62,12 +63,11 @@ Outcomes = Callable[[str, bool], list[Any]]
 
 
 def cases() -> list[Any]:
-    """Names of all rows, with their marks."""
+    """Names of all rows, with their marks: the default run takes every second of the others."""
     shown = {name for names in ELSEWHERE.values() for name in names}
     assert shown <= FEATURES.keys()
-    return [
-        pytest.param(name, marks=pytest.mark.full if name in shown else ()) for name in FEATURES
-    ]
+    others = [name for name in FEATURES if name not in shown]
+    return rare(FEATURES, shown | set(others[1::2]))
 
 
 @pytest.fixture(scope="module")

@@ -285,7 +285,9 @@ def test_workers_of_peers_draw_the_same_and_those_of_devices_do_not(pool):
 
 
 @pytest.mark.parametrize("make", [with_collate, with_workers])
-@pytest.mark.parametrize(("world", "options"), [(3, {}), (4, TWO_BY_TWO)])
+@pytest.mark.parametrize(
+    ("world", "options"), [(3, {}), pytest.param(4, TWO_BY_TWO, marks=pytest.mark.full)]
+)
 def test_cutting_in_the_collate_function(make, world, options, pool):
     expected = pool.run(fit, CASE, options, world=world)
     for found, one in zip(

@@ -115,7 +115,8 @@ def test_what_model_parallel_strategy_reads(options, second, pool, tmp_path):
         assert_same(found, second, 1e-6)
 
 
-@pytest.mark.parametrize("momentum", [pytest.param(0.9, marks=pytest.mark.full), 0.0])
+@pytest.mark.full
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
 def test_tool_of_lightning_makes_a_file_of_a_folder(momentum, plain, pool, tmp_path):
     """With and without state of the optimizer."""
     one, two = Case(momentum=momentum), Case(momentum=momentum, epochs=2)

@@ -253,7 +253,7 @@ CASES = [(2, 2, "auto"), (3, 2, "auto"), (2, 0, "worker"), (3, 2, "worker")]
 
 @pytest.mark.parametrize(
     ("kind", "world", "workers", "shard_in"),
-    rotated(IN_WORKERS, CASES, rare=("cut", "stream of batches", "combined", "persistent")),
+    rotated(IN_WORKERS, CASES, rare=("cut", "stream of batches", "combined", "many", "persistent")),
 )
 def test_what_workers_cut(kind, world, workers, shard_in, pool):
     case = CASE if kind == "persistent" else SHORT
@@ -267,8 +267,9 @@ def test_what_workers_cut(kind, world, workers, shard_in, pool):
     [
         ("plain", 0, "the loader has no workers"),
         ("two", 2, "several loaders make one batch"),
-        ("own", 2, "Own has an __iter__ of its own"),
-        ("list", 2, "List is no DataLoader"),
+        pytest.param(
+            "own", 2, "Own has an __iter__ of its own", marks=pytest.mark.full),
+        pytest.param("list", 2, "List is no DataLoader", marks=pytest.mark.full),
     ],
 )
 def test_what_stays_whole(kind, workers, words, pool):

@@ -31,7 +31,6 @@ ROWS = [
     Row("clip-norm", Case(trainer=trainer(gradient_clip_val=0.1)), {}, cp=3),
     Row("labels-on-one-rank", Case(valid="front"), {}, cp=3),
     Row("padding-both", Case(padding=("left", "right")), {"layout": "contiguous"}, cp=3),
-    *TRAINING,
     Row("root-only", Case(), {"auto_wrap_policy": ()}),
     Row("root-only-manual", Case(optimisation="manual"), {"auto_wrap_policy": ()}),
 ]
@@ -43,7 +42,7 @@ def test_training(row, pool, plain):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("row", TOGETHER, ids=named)
+@pytest.mark.parametrize("row", [*TRAINING, *TOGETHER], ids=named)
 def test_several_at_once(row, pool, plain):
     check(row, pool, plain, "64-true", zero_stage=3)
 
