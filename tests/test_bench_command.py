@@ -126,6 +126,7 @@ def test_command(tmp_path, capfd):
     assert "arning" not in printed.out + printed.err
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.timeout(240)
 def test_command_over_a_slow_link(tmp_path):

@@ -173,9 +173,8 @@ def _hugging_face(
     return int(counter.frame_count)
 
 
-@pytest.mark.parametrize(
-    "name", ["whole", *(pytest.param(x, marks=pytest.mark.full) for x in ("recomputed", "kept"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["whole", "recomputed", "kept"])
 @pytest.mark.timeout(240)
 def test_model_of_hugging_face(pool: Pool, name: str) -> None:
     graphs = pool.run(_hugging_face, WAYS[name], False, LENGTHS[:3], world=2, timeout=110)

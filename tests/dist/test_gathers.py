@@ -179,7 +179,7 @@ def run_values(rank: int, world: int, window: str) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_no_window_changes_a_value(world: int, pool: Pool) -> None:
     torch_order = pool.run(run_values, "fsdp", world=world)
     for window in ("early", "after_attention"):

@@ -187,7 +187,7 @@ def test_devices_have_equally_many_rows_and_every_token_once(kind, cp, folder, p
 @pytest.mark.parametrize(
     ("kind", "workers", "before", "after"),
     [
-        ("packed", 2, 2, 3),
+        pytest.param("packed", 2, 2, 3, marks=pytest.mark.full),
         ("files", 0, 2, 1),
         pytest.param("stream", 1, 3, 3, marks=pytest.mark.full),
         pytest.param("packed", 0, 2, 2, marks=pytest.mark.full),

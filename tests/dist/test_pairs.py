@@ -115,7 +115,12 @@ def verified(rank: int, world: int, name: str, title: str) -> Report:
 
 
 @pytest.mark.parametrize(
-    ("name", "world", "title"), rotated(pairs.PAIRS, [(3, "alike"), (2, "padded"), (2, "longer")])
+    ("name", "world", "title"),
+    rotated(
+        pairs.PAIRS,
+        [(3, "alike"), (2, "padded"), (2, "longer")],
+        rare=list(pairs.PAIRS)[1::2],
+    ),
 )
 def test_verify_has_no_finding(pool: Pool, name: str, world: int, title: str) -> None:
     for report in pool.run(verified, name, title, world=world, timeout=100):

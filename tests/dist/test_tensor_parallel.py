@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_cp.diagnostics.trace import _Inside
 
-from tests._harness.grid import rare, rotated
+from tests._harness.grid import rotated
 from tests._harness.models import Case, Outcome, Text, fit, loaders, outcome, seeded, trainer_of
 from tests._harness.rows import assert_same, trainer
 from tests._harness.shared import (
@@ -215,7 +215,8 @@ def go_on(rank: int, world: int, options: dict[str, Any] | None, file: Path) -> 
     return outcome(run, model)
 
 
-@pytest.mark.parametrize("distributed", rare([False, True], [True]))
+@pytest.mark.full  # tests/dist/test_resharding.py has such meshes
+@pytest.mark.parametrize("distributed", [False, True])
 def test_checkpoint_holds_no_trace_of_the_mesh(distributed, pool, tmp_path):
     saved = pool.run(save, tmp_path, distributed, world=4)[0]
     two = replace(FIVE, epochs=2)
