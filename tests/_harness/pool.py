@@ -44,7 +44,7 @@ class Pool:
 
     A task is a function of a module, called as `function(rank, world, *args)` with the default
     process group of `world` gloo ranks in place. Ranks that fail, hang
-    or keep many groups are replaced.
+    or keep many threads are replaced.
 
     Args:
         package: what tasks find as `lightning.pytorch`: that, or `pytorch_lightning`.
@@ -113,7 +113,7 @@ class Pool:
         task = pickle.dumps((function, args))
         for rank in range(world):
             self._pipes[rank].send((rank, world, file, task))
-        found, groups = [], 0
+        found, threads = [], 0
         for rank in range(world):
             if not self._pipes[rank].poll(timeout):
                 self.close()
@@ -123,8 +123,8 @@ class Pool:
             except EOFError:
                 outcome, left = Failure("EOFError", "the process died", "the process died"), 0
             found.append(outcome)
-            groups = max(groups, left)
-        if groups > KEPT_GROUPS or any(isinstance(outcome, Failure) for outcome in found):
+            threads = max(threads, left)
+        if threads > MOST_THREADS or any(isinstance(outcome, Failure) for outcome in found):
             self.close()
         return found
 
@@ -140,10 +140,11 @@ class Pool:
             self._pipes.append(ours)
 
 
-KEPT_GROUPS = 48
-"""Process groups that tasks may leave behind before the ranks are replaced.
+MOST_THREADS = 150
+"""Threads of a rank above which the ranks are replaced.
 
-Each keeps threads; hundreds of them slow down every later task.
+Groups of a sharded module keep theirs as long as the process; hundreds of them slow down every
+later task.
 """
 
 
@@ -167,7 +168,7 @@ def _serve(pipe: Connection, package: str) -> None:
             _check_clean()
         except BaseException as error:
             outcome = Failure(type(error).__name__, str(error), traceback.format_exc())
-        pipe.send((outcome, _groups()))
+        pipe.send((outcome, _threads()))
 
 
 def _join(rank: int, world: int, file: str) -> None:
@@ -182,9 +183,10 @@ def _join(rank: int, world: int, file: str) -> None:
     )
 
 
-def _groups() -> int:
-    """How many process groups live: a sharded module's stay as long as the process."""
-    return len(dist.distributed_c10d._world.pg_map)
+def _threads() -> int:
+    """How many threads this process has, those of libraries included; 0 where nobody says."""
+    folder = Path("/proc/self/task")
+    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
 
 
 def _check_clean() -> None:
