@@ -28,9 +28,13 @@ class FlashAttn(Flash):
             return reason
         if (size := max(q.shape[-1], v.shape[-1])) > LARGEST:
             return f"takes heads of at most {LARGEST}, got {size}"
-        if not _is_installed():
+        return self._missing(q.device)
+
+    def _missing(self, device: torch.device) -> str | None:
+        """What the operators need and do not have."""
+        if not registered("flash_attn", "flash_attn::_flash_attn_varlen_forward"):
             return "needs the package flash-attn, from 2.7 on, which is not installed"
-        return too_old(q.device, (8, 0))
+        return too_old(device, (8, 0))
 
     def _run(
         self, call: Call, q: Tensor, k: Tensor, v: Tensor, *, scale: float
@@ -62,10 +66,11 @@ def window(call: Call) -> tuple[int, int]:
     return left, right
 
 
-def _is_installed() -> bool:
-    """Whether the operators are there; importing the package registers them."""
+def registered(module: str, operator: str) -> bool:
+    """Whether an operator `namespace::name` is there, which importing a module registers."""
     try:
-        import_module("flash_attn")
+        import_module(module)
     except (ImportError, OSError):
         return False
-    return hasattr(torch.ops.flash_attn, "_flash_attn_varlen_forward")
+    namespace, _, name = operator.partition("::")
+    return hasattr(getattr(torch.ops, namespace), name)

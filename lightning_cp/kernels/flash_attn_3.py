@@ -7,15 +7,12 @@ slopes nor dropout. The LSE is `[H, N]`, float; the gradients are written into t
 caller gives. Versions of the package that register other operators are not used.
 """
 
-from importlib import import_module
-
 import torch
 from torch import Tensor
 
 from lightning_cp.kernels.base import Saved
-from lightning_cp.kernels.cuda import HALF, unfit
-from lightning_cp.kernels.flash import LARGEST, Call
-from lightning_cp.kernels.flash_attn import FlashAttn, window
+from lightning_cp.kernels.flash import Call
+from lightning_cp.kernels.flash_attn import FlashAttn, registered, window
 
 MADE_FOR = 9
 """Major compute capability of the devices that it is made for."""
@@ -24,15 +21,10 @@ MADE_FOR = 9
 class FlashAttn3(FlashAttn):
     """The operators of flash-attn 3; see the note of the module."""
 
-    def rejects(self, q: Tensor, v: Tensor) -> str | None:
-        """See `Kernel.rejects`."""
-        if reason := unfit(q, HALF):
-            return reason
-        if (size := max(q.shape[-1], v.shape[-1])) > LARGEST:
-            return f"takes heads of at most {LARGEST}, got {size}"
-        if not _is_installed():
+    def _missing(self, device: torch.device) -> str | None:
+        if not registered("flash_attn_interface", "flash_attn_3::_flash_attn_forward"):
             return "needs the package flash-attn 3 with registered operators, not installed"
-        major, minor = torch.cuda.get_device_capability(q.device)
+        major, minor = torch.cuda.get_device_capability(device)
         if major != MADE_FOR:
             return f"needs compute capability {MADE_FOR}.x, this device has {major}.{minor}"
         return None
@@ -67,12 +59,3 @@ class FlashAttn3(FlashAttn):
             torch.are_deterministic_algorithms_enabled(),
         )
         return dq, dk, dv
-
-
-def _is_installed() -> bool:
-    """Whether the operators are there; importing the package registers them."""
-    try:
-        import_module("flash_attn_interface")
-    except (ImportError, OSError):
-        return False
-    return hasattr(torch.ops.flash_attn_3, "_flash_attn_forward")

@@ -33,15 +33,18 @@ class GatherWindows(ShardedParameters):
         wanted, count = self._config.param_gather, len(sharded_parts(module)) - 1
         if self._mesh is None or wanted == "fsdp":
             return
-        reason = ""
+        reason = way_out = ""
         if count < 2:
             reason = f"the model has {count} blocks that are gathered apart, and it takes two"
+            way_out = "name its blocks in auto_wrap_policy"
         elif self._parallel is None and wanted != "early":
             reason = "it waits for attention of context parallelism, and context_parallel_size is 1"
+            way_out = "say 'early'"
         if reason:
             if wanted != "auto" and self._mesh.rank == 0:
                 warnings.warn(
-                    f"param_gather={wanted!r} does nothing: {reason}; torch's own order is kept",
+                    f"param_gather={wanted!r} does nothing: {reason}; torch's own order is kept; "
+                    f"{way_out}, or leave param_gather out",
                     ContextParallelWarning,
                     stacklevel=2,
                 )

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -16,17 +14,23 @@ from lightning_cp.api import ContextParallel
 from lightning_cp.config import Config
 from lightning_cp.errors import RefusedError
 from tests._harness import flash_attn as standin
+from tests._harness.attending import (
+    HEADS,
+    KV_HEADS,
+    Attending,
+    Batch,
+    assert_gradients,
+    assert_loss,
+    loss_of,
+    second_step,
+    text,
+)
 from tests._harness.grid import rotated
 from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 22, 4, 2, 5
-EDGES = ((0, 1, 9, 10, 22), (0, 15, 16, 22))
-"""Documents of each row."""
-
-Batch = dict[str, Tensor]
 Options = dict[str, Any]
 
 
@@ -124,25 +128,15 @@ CASES = {
 }
 
 
-class Model(nn.Module):
-    """Embedding, attention and a head."""
+class Model(Attending):
+    """Calls the package as a case says."""
 
     def __init__(self, package: Any, case: Case) -> None:
         super().__init__()
         self.package, self.case = package, case
-        self.embed = nn.Embedding(30, 12)
-        self.q = nn.Linear(12, HEADS * SIZE)
-        self.kv = nn.Linear(12, 2 * KV_HEADS * SIZE)
-        self.head = nn.Linear(HEADS * SIZE, 30)
 
-    def mixed(self, x: Tensor, batch: Batch) -> Tensor:
-        q = self.q(x).unflatten(-1, (HEADS, SIZE))
-        k, v = self.kv(x).unflatten(-1, (2, KV_HEADS, SIZE)).unbind(2)
-        return self.case.call(self.package, q, k, v, batch, self.case.options).flatten(2)
-
-    def forward(self, batch: Batch) -> Tensor:
-        found: Tensor = self.head(self.mixed(self.embed(batch["input_ids"]), batch))
-        return found
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return self.case.call(self.package, q, k, v, batch, self.case.options)
 
 
 class Recomputed(Model):
@@ -158,56 +152,27 @@ class Compiled(Model):
         return found
 
 
-def _batch(documents: bool) -> Batch:
-    generator = torch.Generator().manual_seed(7)
-    drawn = torch.randint(30, (ROWS, LENGTH + 1), generator=generator)
-    batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
-    if documents:
-        spans = [torch.tensor(edges).diff().tolist() for edges in EDGES]
-        batch["position_ids"] = torch.stack(
-            [torch.cat([torch.arange(n) for n in r]) for r in spans]
-        )
-        edges = [0, *(row * LENGTH + edge for row in range(ROWS) for edge in EDGES[row][1:])]
-        batch["edges"] = torch.tensor(edges, dtype=torch.int32)
-    return batch
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch).flatten(0, 1), batch["labels"].flatten())
-
-
 def _model(package: Any, case: Case, kind: type[Model] = Model) -> Model:
     torch.manual_seed(0)
     return kind(package, case).double()
 
 
 def _check(rank: int, world: int, name: str, kind: type[Model], **options: Any) -> None:
-    case = CASES[name]
+    case, batch = CASES[name], text(documents=CASES[name].documents)
     with standin.installed() as package:
         expected, model = _model(package, case), _model(package, case, kind)
-        reference = _loss(expected, _batch(case.documents))
+        reference = loss_of(expected, batch)
         reference.backward()
         options["documents"] = "position_ids" if case.documents else "none"
         with one_group(rank, world, **options) as parallel:
             before = len(standin.CALLS)
-            for _ in range(2):
-                model.zero_grad()
-                shard = parallel.shard(_batch(case.documents), module=model)
-                with parallel.active(shard):
-                    loss = _loss(model, shard.batch)
-                    loss.backward()
-                parallel.check(shard, loss)
+            loss = second_step(parallel, model, batch)
             assert len(standin.CALLS) == before, "the stand-in computed something"
-        again = _loss(model, _batch(case.documents))
+        again = loss_of(model, batch)
     assert len(standin.CALLS) > before, "the package is back"
     for found in (loss, again):
-        assert found.item() == pytest.approx(reference.item(), abs=1e-12), name
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert one.grad is not None
-        dist.all_reduce(one.grad)
-        torch.testing.assert_close(
-            one.grad / world, other.grad, rtol=0, atol=1e-12, msg=lambda text: f"{name}: {text}"
-        )
+        assert_loss(found, reference, name)
+    assert_gradients(model, expected, world=world, name=name)
 
 
 def _functions(rank: int, world: int, layout: str) -> None:
@@ -241,8 +206,8 @@ def _refusals(rank: int, world: int) -> dict[str, str]:
             one_group(rank, world, documents="position_ids" if documents else "none") as parallel,
         ):
             model = _model(package, Case(call, {}))
-            parallel.shard(_batch(documents), module=model).digest.wait()
-            shard = parallel.shard(_batch(documents), module=model)
+            parallel.shard(text(documents=documents), module=model).digest.wait()
+            shard = parallel.shard(text(documents=documents), module=model)
             with pytest.raises(RefusedError) as caught, parallel.active(shard):
                 model(shard.batch)
             found[name] = str(caught.value)

@@ -6,22 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_cp.errors import RefusedError
 from tests._harness import flash_attn_later as standin
+from tests._harness.attending import (
+    HEADS,
+    KV_HEADS,
+    Attending,
+    Batch,
+    assert_gradients,
+    assert_loss,
+    loss_of,
+    second_step,
+    text,
+)
 from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 22, 4, 2, 5
-EDGES = ((0, 1, 9, 10, 22), (0, 15, 16, 22))
-"""Documents of each row."""
-
-Batch = dict[str, Tensor]
 Call = Callable[["Model", Tensor, Tensor, Tensor, Batch], Tensor]
 
 
@@ -95,41 +99,19 @@ CASES: dict[str, tuple[Call, bool]] = {
 """Calls, and whether rows hold documents."""
 
 
-class Model(nn.Module):
-    """Embedding, attention and a head."""
+class Model(Attending):
+    """Calls the packages as a function says."""
 
     def __init__(self, packages: Any, call: Call) -> None:
         super().__init__()
         self.packages, self.call = packages, call
-        self.embed = nn.Embedding(30, 12)
-        self.q = nn.Linear(12, HEADS * SIZE)
-        self.kv = nn.Linear(12, 2 * KV_HEADS * SIZE)
-        self.head = nn.Linear(HEADS * SIZE, 30)
         self.sinks = nn.Parameter(torch.tensor([0.3, 2.0, -1.0, -60.0]))
 
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return self.call(self, q, k, v, batch)
+
     def forward(self, batch: Batch) -> Tensor:
-        x = self.embed(batch["input_ids"])
-        q = self.q(x).unflatten(-1, (HEADS, SIZE))
-        k, v = self.kv(x).unflatten(-1, (2, KV_HEADS, SIZE)).unbind(2)
-        found: Tensor = self.head(self.call(self, q, k, v, batch).flatten(2))
-        return found + 0 * self.sinks.sum()
-
-
-def _batch(documents: bool) -> Batch:
-    generator = torch.Generator().manual_seed(7)
-    drawn = torch.randint(30, (ROWS, LENGTH + 1), generator=generator)
-    batch = {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:]}
-    if documents:
-        spans = [torch.tensor(edges).diff().tolist() for edges in EDGES]
-        rows = [torch.cat([torch.arange(n) for n in row]) for row in spans]
-        batch["position_ids"] = torch.stack(rows)
-        edges = [0, *(row * LENGTH + edge for row in range(ROWS) for edge in EDGES[row][1:])]
-        batch["edges"] = torch.tensor(edges, dtype=torch.int32)
-    return batch
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch).flatten(0, 1), batch["labels"].flatten())
+        return super().forward(batch) + 0 * self.sinks.sum()
 
 
 def _model(packages: Any, call: Call) -> Model:
@@ -140,27 +122,17 @@ def _model(packages: Any, call: Call) -> Model:
 def _right(rank: int, world: int, layout: str) -> None:
     for name, (call, documents) in CASES.items():
         options = {"documents": "position_ids" if documents else "none", "layout": layout}
+        batch = text(documents=documents)
         with standin.installed() as packages:
             expected, model = _model(packages, call), _model(packages, call)
-            reference = _loss(expected, _batch(documents))
+            reference = loss_of(expected, batch)
             reference.backward()
             with one_group(rank, world, **options) as parallel:
-                for _ in range(2):
-                    model.zero_grad()
-                    shard = parallel.shard(_batch(documents), module=model)
-                    with parallel.active(shard):
-                        loss = _loss(model, shard.batch)
-                        loss.backward()
-                    parallel.check(shard, loss)
-            again = _loss(model, _batch(documents))
+                loss = second_step(parallel, model, batch)
+            again = loss_of(model, batch)
         for found in (loss, again):
-            assert found.item() == pytest.approx(reference.item(), abs=1e-12), name
-        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            assert one.grad is not None
-            dist.all_reduce(one.grad)
-            torch.testing.assert_close(
-                one.grad / world, other.grad, rtol=0, atol=1e-12, msg=lambda text: f"{name}: {text}"
-            )
+            assert_loss(found, reference, name)
+        assert_gradients(model, expected, world=world, name=name)
 
 
 @pytest.mark.parametrize(
@@ -210,17 +182,17 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     for name, (call, _) in REFUSALS.items():
         with standin.installed() as packages, one_group(rank, world, documents="none") as parallel:
             model = _model(packages, call)
-            parallel.shard(_batch(True), module=model).digest.wait()
-            shard = parallel.shard(_batch(True), module=model)
+            parallel.shard(text(documents=True), module=model).digest.wait()
+            shard = parallel.shard(text(documents=True), module=model)
             with pytest.raises(RefusedError) as caught, parallel.active(shard):
                 model(shard.batch)
                 pytest.fail(name)
             found[name] = str(caught.value)
     with standin.installed() as packages, one_group(rank, world, documents="none") as parallel:
         model = _model(packages, _of_lse)
-        shard = parallel.shard(_batch(False), module=model)
+        shard = parallel.shard(text(), module=model)
         with parallel.active(shard):
-            loss = _loss(model, shard.batch)
+            loss = loss_of(model, shard.batch)
             with pytest.raises(RefusedError, match=r"gradient of attention's LSE"):
                 loss.backward()
     torch.use_deterministic_algorithms(True)

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
@@ -23,16 +22,27 @@ from lightning_cp import functional
 from lightning_cp.errors import MismatchError, RefusedError
 from lightning_cp.mask import MaskMod
 from tests._harness import hf
+from tests._harness.attending import (
+    HEADS,
+    KV_HEADS,
+    LENGTH,
+    ROWS,
+    SIZE,
+    Attending,
+    Batch,
+    assert_gradients,
+    assert_loss,
+    loss_of,
+    second_step,
+    text,
+)
 from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
 
-ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 22, 4, 2, 5
 DOCUMENTS = ((1, 8, 1, 12), (15, 1, 6))
 """Lengths of the documents of each row."""
-
-Batch = dict[str, Tensor]
 
 
 def causal(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -75,27 +85,18 @@ CASES = {
 }
 
 
-class Model(nn.Module):
-    """Embedding, attention and a head; `dense` is torch's attention with a mask of all pairs."""
+class Model(Attending):
+    """Calls flex attention; `dense` is torch's attention with a mask of all pairs."""
 
     def __init__(self, case: Case, *, dense: bool = False) -> None:
         super().__init__()
         self.case, self.dense = case, dense
-        self.embed = nn.Embedding(30, 12)
-        self.q = nn.Linear(12, HEADS * SIZE)
-        self.kv = nn.Linear(12, 2 * KV_HEADS * SIZE)
-        self.head = nn.Linear(HEADS * SIZE, 30)
         self.attend: Any = flex_attention
 
-    def forward(self, batch: Batch) -> Tensor:
-        x = self.embed(batch["input_ids"])
-        q = self.q(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2)
-        kv = self.kv(x).unflatten(-1, (2, KV_HEADS, SIZE))
-        k, v = (kv[:, :, i].transpose(1, 2) for i in (0, 1))
-        found: Tensor = self.head(self.mixed(q, k, v, batch).transpose(1, 2).flatten(2))
-        return found
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+        return self.among(*(x.transpose(1, 2) for x in (q, k, v)), batch).transpose(1, 2)
 
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def among(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         case, documents = self.case, functional.gather_sequence(batch["documents"])
         mod = None if case.mod is None else case.mod(documents)
         if self.dense:
@@ -127,17 +128,10 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, mod: MaskMod | None, case: Case) -> 
 
 
 def _batch() -> Batch:
-    generator = torch.Generator().manual_seed(7)
-    drawn = torch.randint(30, (ROWS, LENGTH + 1), generator=generator)
     numbers = [
         torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes)) for sizes in DOCUMENTS
     ]
-    documents = torch.stack(numbers)
-    return {"input_ids": drawn[:, :-1], "labels": drawn[:, 1:], "documents": documents}
-
-
-def _loss(model: nn.Module, batch: Batch) -> Tensor:
-    return F.cross_entropy(model(batch).flatten(0, 1), batch["labels"].flatten())
+    return {**text(), "documents": torch.stack(numbers)}
 
 
 def _model(case: Case, **options: Any) -> Model:
@@ -153,23 +147,12 @@ def _right(rank: int, world: int, layout: str, exchange: str, compiled: bool = F
         expected, model = _model(case, dense=True), _model(case)
         if compiled:
             model.attend = torch.compile(flex_attention, backend="aot_eager")
-        reference = _loss(expected, _batch())
+        reference = loss_of(expected, _batch())
         reference.backward()
         with one_group(rank, world, layout=layout, exchange=exchange, **OPTIONS) as parallel:
-            for _ in range(2):
-                model.zero_grad()
-                shard = parallel.shard(_batch(), module=model)
-                with parallel.active(shard):
-                    loss = _loss(model, shard.batch)
-                    loss.backward()
-                parallel.check(shard, loss)
-        assert loss.item() == pytest.approx(reference.item(), abs=1e-12), name
-        for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-            assert one.grad is not None
-            dist.all_reduce(one.grad)
-            torch.testing.assert_close(
-                one.grad / world, other.grad, rtol=0, atol=1e-12, msg=lambda text: f"{name}: {text}"
-            )
+            loss = second_step(parallel, model, _batch())
+        assert_loss(loss, reference, name)
+        assert_gradients(model, expected, world=world, name=name)
 
 
 @pytest.mark.parametrize(
@@ -198,7 +181,7 @@ class Calling(Model):
         super().__init__(CASES["none"])
         self.call = call
 
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
+    def among(self, q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> Tensor:
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (k, v))
         return self.call(q, k, v, batch)
 
@@ -312,7 +295,7 @@ def _later(rank: int, world: int) -> None:
         model = Calling(_of_lse).double()
         shard = parallel.shard(_batch(), module=model)
         with parallel.active(shard):
-            loss = _loss(model, shard.batch)
+            loss = loss_of(model, shard.batch)
             with pytest.raises(RefusedError, match=r"gradient of attention's LSE"):
                 loss.backward()
 
@@ -328,23 +311,20 @@ def _transformers(rank: int, world: int) -> None:
     model.load_state_dict(expected.state_dict())
     ids = _batch()["input_ids"]
 
-    def loss_of(model: nn.Module, ids: Tensor) -> Tensor:
+    def of_ids(model: nn.Module, ids: Tensor) -> Tensor:
         return F.cross_entropy(model(input_ids=ids).logits.flatten(0, 1), ids.flatten())
 
-    reference = loss_of(expected, ids)
+    reference = of_ids(expected, ids)
     reference.backward()
     with one_group(rank, world) as parallel:
         shard = parallel.shard({"input_ids": ids}, module=model)
         with parallel.active(shard):
-            loss = loss_of(model, shard.batch["input_ids"])
+            loss = of_ids(model, shard.batch["input_ids"])
             loss.backward()
         parallel.check(shard, loss)
     assert model.config._attn_implementation == "flex_attention"
-    assert loss.item() == pytest.approx(reference.item(), abs=1e-12)
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        assert one.grad is not None
-        dist.all_reduce(one.grad)
-        torch.testing.assert_close(one.grad / world, other.grad, rtol=0, atol=1e-12)
+    assert_loss(loss, reference)
+    assert_gradients(model, expected, world=world)
 
 
 @pytest.mark.full
