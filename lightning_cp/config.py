@@ -21,8 +21,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "layout": ("auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"),
     "exchange": ("auto", "allgather", "direct", "hybrid", "ring", "ulysses"),
     "attention_backend": (
-        *("auto", "cudnn", "efficient", "flash", "flash_attn", "flash_attn_3", "flex"),
-        *("reference", "sdpa"),
+        *("auto", "cudnn", "efficient", "flash", "flash_attn", "flash_attn_3"),
+        *("flash_attn_4", "flex", "reference", "sdpa"),
     ),
     "attention_dropout": ("refuse", "tile", "off"),
     "verify": ("off", "first_batch"),
@@ -106,10 +106,10 @@ class Config:
         overlap: messages travel while tiles are computed; False, for comparison, posts them when
             they are due.
         attention_backend: kernel of a tile: "sdpa", the first of torch's fused kernels that fits
-            (that for CPUs, "flash", "efficient"); one of these, "cudnn", "flash_attn" or
-            "flash_attn_3" by name; "flex", for calls with a mask_mod; "reference"; or "auto",
-            "sdpa" with "flash_attn" after "flash", and "flex" before "reference" for what these do
-            not compute.
+            (that for CPUs, "flash", "efficient"); one of these, "cudnn", "flash_attn",
+            "flash_attn_3" or "flash_attn_4" by name; "flex", for calls with a mask_mod;
+            "reference"; or "auto", "sdpa" with "flash_attn" after "flash", and "flex" before
+            "reference" for what these do not compute.
         attention_dropout: what dropout of a swapped call's weights does: "refuse"; "tile", it drops
             by numbers of the call, the rank and the block, which the backward and recomputation
             repeat; "off", nothing is dropped.

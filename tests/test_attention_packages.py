@@ -16,7 +16,12 @@ from lightning_cp.context import SLOT
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap import Installation
 from lightning_cp.swap.packages import FUNCTIONS, WITHOUT_OPERATORS
-from tests._harness import flash_attn, flash_attn_3_ops, flash_attn_later
+from tests._harness import (
+    flash_attn,
+    flash_attn_3_ops,
+    flash_attn_4_functions,
+    flash_attn_later,
+)
 from tests._harness.multihead import BATCH, HEADS, SIZE, context
 
 LIBRARIES = {name: names for name, names in FUNCTIONS.items() if not name.startswith("torch.")}
@@ -184,6 +189,14 @@ def test_signatures_of_later_packages(name: str) -> None:
         given = inspect.signature(getattr(module, function)).parameters.values()
         plain = [x.replace(annotation=inspect.Parameter.empty) for x in given]
         assert function.endswith("cache") or str(inspect.Signature(plain)) == signature
+
+
+def test_functions_of_version_4() -> None:
+    module = pytest.importorskip(flash_attn_later.FOURTH)
+    for name, signature in flash_attn_4_functions.SIGNATURES.items():
+        given = inspect.signature(getattr(module, name)).parameters.values()
+        plain = [x.replace(annotation=inspect.Parameter.empty) for x in given]
+        assert str(inspect.Signature(plain)) == signature
 
 
 def test_schemas_of_version_3() -> None:

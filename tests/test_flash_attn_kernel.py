@@ -11,7 +11,7 @@ from lightning_cp.attention import attend
 from lightning_cp.context import SLOT
 from lightning_cp.kernels import KERNELS
 from lightning_cp.swap import Installation
-from tests._harness import flash_attn, flash_attn_3_ops
+from tests._harness import flash_attn, flash_attn_3_ops, flash_attn_4_functions
 from tests._harness.multihead import context
 
 
@@ -80,6 +80,43 @@ def test_version_3_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel.rejects(q, q) == "needs compute capability 9.x, this device has 10.0"
     large = torch.zeros(1, 1, 2, 264)
     assert kernel.rejects(large, large) == "takes heads of at most 256, got 264"
+
+
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("window", [None, (2, 1), (2, None)])
+def test_version_4(window: Any, softcap: float | None) -> None:
+    options = {"is_causal": window is None, "softcap": softcap, "window": window}
+    with flash_attn_4_functions.installed():
+        for size in (5, 8):
+            found = _attended("flash_attn_4", size, **options)
+            for one, other in zip(found, _attended("reference", size, **options), strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        assert {name for name, _ in flash_attn_4_functions.CALLS} == {
+            *flash_attn_4_functions.SIGNATURES
+        }
+
+
+def test_version_4_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, kernel = torch.zeros(1, 1, 2, 8), KERNELS["flash_attn_4"]
+    middle, wide = (torch.zeros(1, 1, 2, size) for size in (160, 250))
+    assert "flash-attn 4, which is not installed" in str(kernel.rejects(q, q))
+    with flash_attn_4_functions.installed():
+        assert kernel.rejects(q, q) is kernel.rejects(middle, middle) is None
+        for found, ways in (((10, 0), "10"), ((11, 0), "11")):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=found: found)
+            assert kernel.rejects(q, q) is kernel.rejects(wide, wide) is None
+            reason = f"at most 128, or of 256, on devices of compute capability {ways}.x, got 160"
+            assert reason in str(kernel.rejects(middle, middle))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+        needed = "needs compute capability 9.x to 11.x, this device has 8.0"
+        assert kernel.rejects(q, q) == needed
+
+
+def test_a_version_4_with_other_arguments() -> None:
+    q, kernel = torch.zeros(1, 1, 2, 8), KERNELS["flash_attn_4"]
+    other = flash_attn_4_functions.SIGNATURES | {"_flash_attn_bwd": "(q, k, v, grad, lse)"}
+    with flash_attn_4_functions.installed(other):
+        assert "or another version of it" in str(kernel.rejects(q, q))
 
 
 @pytest.mark.parametrize("wanted", [False, True])

@@ -13,6 +13,7 @@ from lightning_cp.kernels.base import Kernel
 from lightning_cp.kernels.flash import Flash
 from lightning_cp.kernels.flash_attn import FlashAttn
 from lightning_cp.kernels.flash_attn_3 import FlashAttn3
+from lightning_cp.kernels.flash_attn_4 import FlashAttn4
 from lightning_cp.kernels.flex import Flex
 from lightning_cp.kernels.fused import Cudnn, Efficient
 from lightning_cp.kernels.reference import Reference
@@ -25,6 +26,7 @@ KERNELS: dict[str, Kernel] = {
     "flash": Flash(),
     "flash_attn": FlashAttn(),
     "flash_attn_3": FlashAttn3(),
+    "flash_attn_4": FlashAttn4(),
     "flex": Flex(),
     "reference": Reference(),
     "sdpa": Sdpa(),

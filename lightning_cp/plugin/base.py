@@ -37,8 +37,8 @@ else:
 
 Layouts = Literal["auto", "balanced", "contiguous", "per_document_zigzag", "zigzag"] | Balanced
 Exchanges = Literal["auto", "allgather", "direct", "hybrid", "ring", "ulysses"] | Exchange
-Kernels = Literal["cudnn", "efficient", "flash", "flash_attn", "flash_attn_3", "flex", "reference"]
-Backends = Literal["auto", "sdpa"] | Kernels
+Packages = Literal["flash_attn", "flash_attn_3", "flash_attn_4"]
+Backends = Literal["auto", "sdpa", "cudnn", "efficient", "flash", "flex", "reference"] | Packages
 
 OTHERS = {
     name: f"that of {other} takes lightning_cp.plugin.{module}.ContextParallelStrategy"
@@ -99,9 +99,10 @@ class ContextParallelBase(
             they are due.
         attention_backend: what computes a tile: "sdpa" (the first of torch's fused kernels that
             fits: that for CPUs; on CUDA "flash" for half precision, "efficient" for float32), one
-            of these two, "cudnn", "flash_attn" or "flash_attn_3" by name, "flex" for a mask_mod on
-            CUDA, "reference" (plain maths, slow), or "auto": sdpa, with flash_attn where "flash"
-            does not fit, and "flex" or "reference" for what none of these computes.
+            of these two, "cudnn", "flash_attn", "flash_attn_3" or "flash_attn_4" by name, "flex"
+            for a mask_mod on CUDA, "reference" (plain maths, slow), or "auto": sdpa, with
+            flash_attn where "flash" does not fit, and "flex" or "reference" for what none of these
+            computes.
         attention_dropout: what dropout of attention weights in training does: "refuse"; "tile", it
             drops with the same probability as one device, by numbers of every call, rank and block
             that the backward and recomputation repeat ("reference" computes it, which "auto" then

@@ -23,11 +23,16 @@ NEEDS_PACKAGE = pytest.mark.skipif(find_spec("flash_attn") is None, reason="need
 NEEDS_VERSION_3 = pytest.mark.skipif(
     find_spec("flash_attn_interface") is None, reason="needs flash-attn 3"
 )
+NEEDS_VERSION_4 = pytest.mark.skipif(
+    find_spec("flash_attn") is None or find_spec("flash_attn.cute") is None,
+    reason="needs flash-attn 4",
+)
 CELLS = [
     ("flash", "bf16"),
     ("flash", "fp16"),
     pytest.param("flash_attn", "bf16", marks=NEEDS_PACKAGE),
     pytest.param("flash_attn_3", "bf16", marks=NEEDS_VERSION_3),
+    pytest.param("flash_attn_4", "bf16", marks=NEEDS_VERSION_4),
     ("efficient", "fp32"),
     ("efficient", "bf16"),
     ("cudnn", "bf16"),
