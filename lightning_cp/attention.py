@@ -3,6 +3,11 @@
 [Note: plans are found at run time] The operator is opaque to the compiler and asks the slot for
 its plan when it runs, so that one compiled graph serves every batch. A forward returns the handle
 of its plan as a 0-dim tensor; the backward gets it back as a saved tensor.
+
+[Note: what is kept] Where ranks swap heads for tokens, what arrived is saved for the backward in
+place of q, k and v: as many bytes, and they travel once. Its size is a matter of the plan, so
+compiled code, whose graph has sizes, saves q, k and v. So does a selective checkpoint, which would
+hold it beside the inputs of the layer that it recomputes.
 """
 
 from collections.abc import Sequence as Several
@@ -13,6 +18,7 @@ from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
+from lightning_cp.compat import keeps_results
 from lightning_cp.context import SLOT, CallLog, Context, Ran, Served
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
@@ -83,9 +89,14 @@ def attend(
     terms = softcap or 0.0, sinks, alibi_slopes, relative_bias, mod, dropout_p, draw_seed(dropout_p)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = torch.ops.lightning_cp.attention(
-        q, k, v, is_causal, factor, *_limits(sees), *terms
+        q, k, v, is_causal, factor, *_limits(sees), *terms, keeping()
     )[0]
     return out
+
+
+def keeping() -> bool:
+    """Whether the operator is asked to keep what a backward needs; see [Note: what is kept]."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not keeps_results()
 
 
 def forward_implementation(
@@ -105,10 +116,12 @@ def forward_implementation(
     mask_mod: str | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the operator runs; returns output, LSE and the handle of the plan.
+    keep: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    """What the operator runs; returns output, LSE, the handle of the plan, and what is kept.
 
-    `before` and `after` are the window, -1 for no limit; a `chunk` or `softcap` of 0 is none.
+    `before` and `after` are the window, -1 for no limit; a `chunk` or `softcap` of 0 is none. With
+    `keep` see [Note: what is kept].
     """
     learned = PerHead(sinks, slopes, table)
     _check(q, k, v)
@@ -136,11 +149,13 @@ def forward_implementation(
     if reason is not None:
         raise RefusedError(f"exchange={plan.exchange!r}: {reason}")
     context.log.ran[_ran(handle, q, k, v, backward=False)] += 1
-    link = _link(context)
-    out, lse = executor.run(executor.forward(plan, kernel, q, k, v, scale=scale, link=link))
+    call = executor.Call(kernel, scale, _link(context))
+    kept: list[Tensor] = []
+    turns = executor.forward(plan, call, q, k, v, kept=kept if keep else None)
+    out, lse = executor.run(turns)
     if context.attended is not None:
         context.attended()
-    return out, lse, torch.tensor(handle)
+    return out, lse, torch.tensor(handle), kept
 
 
 def backward_implementation(
@@ -151,6 +166,7 @@ def backward_implementation(
     out: Tensor,
     lse: Tensor,
     handle: Tensor,
+    kept: list[Tensor],
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -160,20 +176,20 @@ def backward_implementation(
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the backward operator runs.
+    """What the backward operator runs; q, k and v have no rows where something was kept.
 
     Returns:
         dq, dk and dv; then the gradients of sinks, slopes and table, empty where there are none.
     """
     context, plan = SLOT.bound(int(handle))
-    context.log.ran[_ran(int(handle), q, k, v, backward=True)] += 1
+    ran = _ran(int(handle), q, k, v, backward=True)
+    context.log.ran[ran._replace(kept=bool(kept))] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
     learned = PerHead(sinks, slopes, table)
     scores = _scores(context, q, learned, softcap, mask_mod, dropout_p, seed)
     kernel, saved = resolve(context.kernel, q, v, scores), Saved(q, out, lse, grad)
-    link = _link(context)
-    turns = executor.backward(plan, kernel, saved, k, v, scale=scale, link=link)
-    dq, dk, dv = executor.run(turns)
+    call = executor.Call(kernel, scale, _link(context))
+    dq, dk, dv = executor.run(executor.backward(plan, call, saved, k, v, kept=kept))
     if context.attended is not None:
         context.attended()
     grads = scores.grads._replace(sinks=None if sinks is None else sink_gradient(saved, sinks))
@@ -324,11 +340,12 @@ attention_backward = torch.library.custom_op(
 @attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     return (
         executor.token_major(q, v.shape[-1], q.dtype),
         q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype)),
         torch.empty((), dtype=torch.int64),
+        [],
     )
 
 
@@ -336,7 +353,7 @@ def _(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    learned = (*options[5:8], None, None, None)[:3]  # defaults are left out
+    learned = (*options[6:9], None, None, None)[:3]  # defaults are left out
     given = (q.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *given
 
@@ -344,26 +361,32 @@ def _(
 def _save(
     ctx: torch.autograd.function.FunctionCtx,
     inputs: tuple[Any, ...],
-    output: tuple[Tensor, Tensor, Tensor],
+    output: tuple[Tensor, Tensor, Tensor, list[Tensor]],
 ) -> None:
-    q, k, v, _, scale, _, _, _, _, softcap, sinks, slopes, table, mask_mod, dropout_p, seed = inputs
+    q, k, v, _, scale, *_ = inputs
+    softcap, sinks, slopes, table, mask_mod, dropout_p, seed, _ = inputs[9:]
+    out, lse, handle, kept = output
+    if kept:
+        q, k, v = executor.rowless(q, k, v)
     ctx.numbers = scale, softcap, mask_mod, dropout_p  # type: ignore[attr-defined]
-    ctx.save_for_backward(q, k, v, *output, sinks, slopes, table, seed)
+    ctx.save_for_backward(q, k, v, out, lse, handle, sinks, slopes, table, seed, *kept)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(
     ctx: torch.autograd.function.FunctionCtx, grad: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
+    given = len(ctx.needs_input_grad)  # type: ignore[attr-defined]  # defaults are left out
     if grad is None:
-        return (None,) * 16
-    *saved, sinks, slopes, table, seed = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (None,) * given
+    found = ctx.saved_tensors  # type: ignore[attr-defined]
+    saved, (sinks, slopes, table, seed), kept = found[:6], found[6:10], list(found[10:])
     scale, softcap, mask_mod, dropout_p = ctx.numbers  # type: ignore[attr-defined]
     dq, dk, dv, *grads = torch.ops.lightning_cp.attention_backward(
-        grad, *saved, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed
+        grad, *saved, kept, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed
     )
-    given = (None if x is None else y for x, y in zip((sinks, slopes, table), grads, strict=True))
-    return dq, dk, dv, *(None,) * 7, *given, None, None, None
+    wanted = (None if x is None else y for x, y in zip((sinks, slopes, table), grads, strict=True))
+    return (dq, dk, dv, *(None,) * 7, *wanted, None, None, None, None)[:given]
 
 
 attention.register_autograd(_differentiate, setup_context=_save)

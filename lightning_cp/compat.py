@@ -13,6 +13,8 @@ from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 from torch.utils.data._utils import worker
 
 
@@ -92,6 +94,12 @@ def gather_into(output: torch.Tensor, part: torch.Tensor, *, group: Any) -> Any:
 def in_backward() -> bool:
     """Whether a backward pass is running on this thread, recomputed forwards included."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def keeps_results() -> bool:
+    """Whether this is the forward of a selective checkpoint, which keeps what operators return."""
+    modes = _get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

@@ -55,7 +55,10 @@ def mask_of(q: Sequence, kv: Sequence, sees: Visibility) -> Mask:
 
 
 class Ran(NamedTuple):
-    """An attention call that ran: the handle of its plan, sizes, and which pass it was."""
+    """An attention call that ran: the handle of its plan, sizes, and which pass it was.
+
+    `kept` says of a backward that its forward kept what heads were swapped for.
+    """
 
     handle: int
     batch: int
@@ -65,6 +68,7 @@ class Ran(NamedTuple):
     value_dim: int
     itemsize: int
     backward: bool
+    kept: bool = False
 
 
 class Served(NamedTuple):

@@ -86,20 +86,19 @@ def run(plans: list[Plan], heads: int, kv_heads: int) -> None:
 
     Messages of every role are on one communicator, which allows least.
     """
-    kernel, links = KERNELS["reference"], [p2p.GroupLink(plan.rank) for plan in plans]
+    kernel = KERNELS["reference"]
+    calls = [executor.Call(kernel, 1.0, p2p.GroupLink(plan.rank)) for plan in plans]
     shapes = [((heads, plan.q_size), (kv_heads, plan.kv_size)) for plan in plans]
     inputs = [
         [torch.ones(1, *shape, 4, dtype=torch.bfloat16) for shape in (q, kv, kv)]
         for q, kv in shapes
     ]
-    rows = list(zip(plans, inputs, links, strict=True))
-    outs = executor.together(
-        [executor.forward(plan, kernel, *x, scale=1.0, link=link) for plan, x, link in rows]
-    )
+    rows = list(zip(plans, inputs, calls, strict=True))
+    outs = executor.together([executor.forward(plan, call, *x) for plan, x, call in rows])
     executor.together(
         [
-            executor.backward(plan, kernel, Saved(x[0], *out, x[0]), *x[1:], scale=1.0, link=link)
-            for (plan, x, link), out in zip(rows, outs, strict=True)
+            executor.backward(plan, call, Saved(x[0], *out, x[0]), *x[1:])
+            for (plan, x, call), out in zip(rows, outs, strict=True)
         ]
     )
 

@@ -83,10 +83,10 @@ def in_turns(settings, whole, kernels):
 
     def one(r):
         q, k, v, grad = local[r]
-        common = {"scale": q.shape[-1] ** -0.5, "link": links[r]}
-        out, lse = yield from executor.forward(plans[r], kernels[r], q, k, v, **common)
+        call = executor.Call(kernels[r], q.shape[-1] ** -0.5, links[r])
+        out, lse = yield from executor.forward(plans[r], call, q, k, v)
         saved = executor.Saved(q, out, lse, grad)
-        grads = yield from executor.backward(plans[r], kernels[r], saved, k, v, **common)
+        grads = yield from executor.backward(plans[r], call, saved, k, v)
         return Attention(out, *grads)
 
     found = executor.together([one(r) for r in ranks])

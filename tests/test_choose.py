@@ -70,12 +70,12 @@ def test_swaps_of_heads_have_a_price() -> None:
     call = Call(heads=4, kv_heads=2, head_dim=1, value_dim=1, itemsize=2)
     plan = build_plan(layout, layout, Mask(8, 8), rank=0, exchange=Ulysses(head_chunks=1))
     calls = CostModel(pair=0.0, token=0.0, tile=0.0, latency=5.0, bandwidth=1e30)
-    # Inputs and results; inputs, output with its gradient, and gradients: with one other rank.
-    assert seconds(plan, call, calls) == pytest.approx(5 * (2 + 3))
+    # Inputs and results; output with its gradient, and gradients: with one other rank.
+    assert seconds(plan, call, calls) == pytest.approx(5 * (2 + 2))
     pairs = CostModel(pair=4.0, token=0.0, tile=0.0, latency=0.0, bandwidth=1e30)
     assert seconds(plan, call, pairs) == pytest.approx(4 * 36 * 2 / 4)  # two of four heads
     link = CostModel(pair=0.0, token=0.0, tile=0.0, latency=0.0, bandwidth=2.0)
-    traffic = plan.traffic(heads=4, kv_heads=2, head_dim=1, itemsize=2)
+    traffic = plan.traffic(heads=4, kv_heads=2, head_dim=1, itemsize=2, kept=True)
     expected = max(traffic.forward_sent, traffic.forward_received)
     expected += max(traffic.backward_sent, traffic.backward_received)
     assert seconds(plan, call, link) == pytest.approx(expected / 2)

@@ -75,17 +75,18 @@ def errors(world: int, exchange: str | Schedule, dtype: torch.dtype) -> list[tup
     kernel, boxes, scale = KERNELS["sdpa"], Mailboxes(), 0.2
     cut = [[layout.shard(x, rank=r, dim=2) for x in (q, k, v, grad)] for r in range(world)]
     group = plans(mask, "zigzag", exchange, world)
+    calls = [executor.Call(kernel, scale, boxes.link(rank)) for rank in range(world)]
     outs = executor.together(
         [
-            executor.forward(plan, kernel, *x[:3], scale=scale, link=boxes.link(plan.rank))
-            for plan, x in zip(group, cut, strict=True)
+            executor.forward(plan, call, *x[:3])
+            for plan, call, x in zip(group, calls, cut, strict=True)
         ]
     )
     saved = [Saved(x[0], out, lse, x[3]) for x, (out, lse) in zip(cut, outs, strict=True)]
     grads = executor.together(
         [
-            executor.backward(plan, kernel, s, *x[1:3], scale=scale, link=boxes.link(plan.rank))
-            for plan, x, s in zip(group, cut, saved, strict=True)
+            executor.backward(plan, call, s, *x[1:3])
+            for plan, call, x, s in zip(group, calls, cut, saved, strict=True)
         ]
     )
     parts = [[out for out, _ in outs], *map(list, zip(*grads, strict=True))]

@@ -55,13 +55,13 @@ def learned(world: int, layout: str) -> list[Tensor]:
         scores.append(Scores(per_head=per_head, grads=per_head.zeros(torch.float64)))
         kernels.append(KERNELS["reference"].bound(scores[-1]))
     parts = [[held.shard(x, rank=r, dim=2) for x in (q, k, v, grad)] for r in range(world)]
-    options = [{"scale": 0.3, "link": boxes.link(rank)} for rank in range(world)]
-    ranks = list(zip(plans(mask, layout, world), kernels, parts, options, strict=True))
-    outs = executor.together([executor.forward(p, n, *x[:3], **o) for p, n, x, o in ranks])
+    calls = [executor.Call(kernel, 0.3, boxes.link(rank)) for rank, kernel in enumerate(kernels)]
+    ranks = list(zip(plans(mask, layout, world), calls, parts, strict=True))
+    outs = executor.together([executor.forward(p, call, *x[:3]) for p, call, x in ranks])
     executor.together(
         [
-            executor.backward(p, n, Saved(x[0], *out, x[3]), *x[1:3], **o)
-            for (p, n, x, o), out in zip(ranks, outs, strict=True)
+            executor.backward(p, call, Saved(x[0], *out, x[3]), *x[1:3])
+            for (p, call, x), out in zip(ranks, outs, strict=True)
         ]
     )
     each = [[x for x in s.grads if x is not None] for s in scores]

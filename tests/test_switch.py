@@ -99,6 +99,7 @@ def test_bytes_are_those_of_rows_and_heads_that_change_place(
     item, batch = data.draw(st.sampled_from([2, 4, 8])), case.shape[0]
     wide = max(item, 4)
     of_member = shares(heads, kv_heads, size)
+    keep = data.draw(st.booleans())
     lent = sum(share.counts[1] for share in of_member) > kv_heads
     forward, backward = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for reader, owner in product(range(world), range(world)):
@@ -108,8 +109,9 @@ def test_bytes_are_those_of_rows_and_heads_that_change_place(
         rows, keys = case.q_layout.size(owner) * batch, case.kv_layout.size(owner) * batch
         there = (rows * q * dim + keys * kv * (dim + value)) * item
         forward[owner, reader] += there
+        again = 0 if keep and not lent else there
         forward[reader, owner] += rows * q * (value * item + wide)
-        backward[owner, reader] += there + rows * q * (2 * value * item + wide)
+        backward[owner, reader] += again + rows * q * (2 * value * item + wide)
         grads = keys * kv * (dim + value) * (wide if lent else item)
         backward[reader, owner] += grads + rows * q * dim * item
     plain = {
@@ -129,7 +131,9 @@ def test_bytes_are_those_of_rows_and_heads_that_change_place(
             for moved in (forward, backward)
             for end in (0, 1)
         ]
-        assert plan.traffic(**plain) == Traffic(*map(sum, zip(between, found, strict=True)))
+        assert plan.traffic(**plain, kept=keep) == Traffic(
+            *map(sum, zip(between, found, strict=True))
+        )
 
 
 @pytest.mark.parametrize("world", [2, 3, 8, 64])

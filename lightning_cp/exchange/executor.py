@@ -29,15 +29,23 @@ T = TypeVar("T")
 Turns = Generator[Waiting, None, T]
 
 
-class Running(NamedTuple):
-    """What all rounds of a call share: how tiles are computed, and what carries the messages."""
+class Call(NamedTuple):
+    """What all rounds of an attention call share.
+
+    Attributes:
+        kernel: what computes tiles, with the scores of the call; in a backward it also adds to the
+            gradients of its scores.
+        scale: factor on the scores.
+        link: what carries the messages; every rank of the group calls.
+        probe: is told of the phases.
+    """
 
     kernel: Kernel
     scale: float
     link: Link
-    probe: Probe
+    probe: Probe = silent
 
-    def part(self, heads: Heads, plan: Plan, step: Round) -> "Running":
+    def part(self, heads: Heads, plan: Plan, step: Round) -> "Call":
         """The same for some heads of the call, and the rows of a round."""
         made = self.kernel.part(slice(*heads.q), plan.queries, step.keys)
         return self._replace(kernel=made)
@@ -49,39 +57,37 @@ def token_major(q: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return q.new_empty(batch, size, heads, head_dim, dtype=dtype).transpose(1, 2)
 
 
+def rowless(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of no tokens, which stand for those that were kept."""
+    made = (x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in (q, k, v))
+    return next(made), next(made), next(made)
+
+
 def forward(
-    plan: Plan,
-    kernel: Kernel,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    link: Link,
-    probe: Probe = silent,
+    plan: Plan, call: Call, q: Tensor, k: Tensor, v: Tensor, *, kept: list[Tensor] | None = None
 ) -> Turns[tuple[Tensor, Tensor]]:
     """Attention of this rank's queries over the keys of the whole group.
 
     Args:
         plan: this rank's plan.
-        kernel: what computes tiles, with the scores of the call.
+        call: what all rounds share.
         q: local queries `[B, H, S, D]`.
         k: local keys `[B, Hk, Sk, D]`.
         v: local values `[B, Hk, Sk, Dv]`.
-        scale: factor on the scores.
-        link: what carries the messages; every rank of the group calls.
-        probe: is told of the phases.
+        kept: where a backward will follow: gets the queries, keys and values that heads were
+            swapped for, as far as the plan keeps them; see `Switch.keeps`.
 
     Returns:
         Output `[B, H, S, Dv]` in the dtype of `q`, and LSE `[B, H, S]` in float (double for
         double), -inf and output 0 where a query sees no key. (As a generator: see [Note: turns].)
     """
-    call = Running(kernel, scale, link, probe)
     if plan.switch is None:
         return (yield from _forward(plan, call, _groups(plan, q, k), q, k, v))
     results = _results(q, v)
     attend = partial(_forward, plan, call)
-    yield from switched.forward(plan, attend, (q, k, v), results, link=link, probe=probe)
+    yield from switched.forward(
+        plan, attend, (q, k, v), results, link=call.link, probe=call.probe, kept=kept
+    )
     return results
 
 
@@ -91,7 +97,7 @@ def _results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    plan: Plan, call: Running, groups: Sequence[Heads], q: Tensor, k: Tensor, v: Tensor
+    plan: Plan, call: Call, groups: Sequence[Heads], q: Tensor, k: Tensor, v: Tensor
 ) -> Turns[tuple[Tensor, Tensor]]:
     """All rounds of a plan, one group of heads of the call after the other.
 
@@ -106,10 +112,7 @@ def _forward(
     for heads, here in zip(groups, own, strict=True):
         some = slice(*heads.within(groups[0]).q)
         results, queries = (out[:, some], lse[:, some]), q[:, some]
-        running = RunningAttention(
-            results[0] if q.dtype == dtype else token_major(queries, v.shape[-1], dtype),
-            results[1] if lse.dtype == dtype else torch.empty_like(results[1], dtype=dtype),
-        )
+        running = RunningAttention(*results, dtype, several=len(plan.rounds) > 1)
         for index, step in enumerate(plan.rounds):
             buffer = here  # gives up the buffer of the round before
             if index:
@@ -128,7 +131,7 @@ def _forward(
 
 
 def _attend(
-    call: Running, tiles: Sequence[Tile], q: Tensor, buffer: Pair, running: RunningAttention
+    call: Call, tiles: Sequence[Tile], q: Tensor, buffer: Pair, running: RunningAttention
 ) -> None:
     parts = call.kernel.forward(tiles, q, buffer.k, buffer.v, scale=call.scale)
     while True:
@@ -142,41 +145,32 @@ def _attend(
 
 
 def backward(
-    plan: Plan,
-    kernel: Kernel,
-    saved: Saved,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scale: float,
-    link: Link,
-    probe: Probe = silent,
+    plan: Plan, call: Call, saved: Saved, k: Tensor, v: Tensor, *, kept: Sequence[Tensor] = ()
 ) -> Turns[tuple[Tensor, Tensor, Tensor]]:
     """Gradients of this rank's queries, keys and values; keys and values travel again.
 
     Args:
         plan: the plan of the forward.
-        kernel: what computes tiles; it also adds to the gradients of its scores.
+        call: what all rounds share.
         saved: local queries with the results of the forward and the gradient of the output.
         k: local keys.
         v: local values.
-        scale: factor on the scores.
-        link: what carries the messages; every rank of the group calls.
-        probe: is told of the phases.
+        kept: what the forward kept; where that is something, queries, keys and values may be
+            `rowless`.
 
     Returns:
-        dq, dk, dv in the shapes and dtypes of the inputs. Sums over tiles and ranks are in float
+        dq, dk, dv in the shapes and dtypes of q, k and v. Sums over tiles and ranks are in float
         (double for double) and cast once. (As a generator: see [Note: turns].)
     """
-    call = Running(kernel, scale, link, probe)
     if plan.switch is None:
         groups = _groups(plan, saved.q, k)
         return (yield from _backward(plan, call, groups, saved, k, v, dtype=k.dtype))
     differentiate = partial(_backward, plan, call)
-    inputs = saved, k, v
-    grads = yield from switched.backward(plan, differentiate, inputs, link=link, probe=probe)
+    grads = yield from switched.backward(
+        plan, differentiate, (saved, k, v), link=call.link, probe=call.probe, kept=kept
+    )
     if plan.switch.replicated and plan.switch.index:
-        for x in kernel.scores.grads:  # the first member has found those of all tokens
+        for x in call.kernel.scores.grads:  # the first member has found those of all tokens
             if x is not None:
                 x.zero_()
     return grads
@@ -184,7 +178,7 @@ def backward(
 
 def _backward(
     plan: Plan,
-    call: Running,
+    call: Call,
     groups: Sequence[Heads],
     saved: Saved,
     k: Tensor,
@@ -244,10 +238,7 @@ class _Group:
         self._results = (dq[:, q], dk[:, kv], dv[:, kv])
         dtype = state_dtype(grads[0].dtype, rounds)
         self.probe = probe
-        self.dq, *own = (
-            RunningSum(x if x.dtype == dtype else torch.empty_like(x, dtype=dtype))
-            for x in self._results
-        )
+        self.dq, *own = (RunningSum(x, dtype, several=rounds > 1) for x in self._results)
         self.own = (own[0], own[1])
 
     def finish(self) -> None:
@@ -281,7 +272,7 @@ def _settle(home: _Home | None) -> Turns[None]:
 
 
 def _differentiate(
-    call: Running,
+    call: Call,
     tiles: Sequence[Tile],
     rows: Saved,
     buffer: Pair,

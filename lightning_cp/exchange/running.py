@@ -1,5 +1,8 @@
 """Results that grow tile by tile: written where nothing was yet, merged or added elsewhere.
 
+A result is in its own dtype as long as every row has got one part that is no wider, which is
+exact, and from then on in that of a running result.
+
 Legend: B batch, H heads, S local rows, D head size.
 """
 
@@ -25,27 +28,43 @@ class _Rows:
     def mark(self, span: Span) -> None:
         self._written = union((*self._written, span))
 
+    def widened(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows of `x` that hold something, in a tensor of `dtype` that is stored as `x`."""
+        if x.dtype == dtype:
+            return x
+        wide = torch.empty_like(x, dtype=dtype)
+        for span in self._written:
+            cut(wide, None, span).copy_(cut(x, None, span))
+        return wide
+
 
 class RunningAttention:
     """Output and LSE over the keys seen so far.
 
     Args:
-        out: `[B, H, S, D]` in the dtype of the running result; may hold anything.
+        out: `[B, H, S, D]`, the result; may hold anything.
         lse: `[B, H, S]`.
+        dtype: of the running result.
+        several: rows will get several parts.
     """
 
-    def __init__(self, out: Tensor, lse: Tensor) -> None:
+    def __init__(self, out: Tensor, lse: Tensor, dtype: torch.dtype, *, several: bool) -> None:
         self.out, self.lse = out, lse
-        self._rows = _Rows(out.shape[2])
+        self._rows, self._dtype = _Rows(out.shape[2]), dtype
+        if several:
+            self._widen()
 
     def add(self, part: Part) -> None:
         """Take in the attention of some rows over further keys."""
         row, span = part.tile.row, part.tile.q
         missing = self._rows.missing(span)
         if row is None and missing == (span,):
+            if part.out.dtype.itemsize > self.out.dtype.itemsize:
+                self._widen()
             cut(self.out, row, span).copy_(part.out)
             cut(self.lse, row, span).copy_(part.lse)
         else:
+            self._widen()
             self._clear(missing)
             merge_(cut(self.out, row, span), cut(self.lse, row, span), part.out, part.lse)
         self._rows.mark(span)
@@ -53,11 +72,13 @@ class RunningAttention:
     def finish(self) -> None:
         """Rows that saw no key have output 0 and LSE -inf."""
         self._clear(self._rows.missing())
+        self._rows.mark((0, self.out.shape[2]))
 
     def sink(self, sinks: Tensor | None) -> None:
         """Let every row also see a key with a score of its head, `[H]`, and a value of 0."""
         if sinks is None:
             return
+        self._widen()
         score = sinks.to(self.lse.dtype)[:, None]
         blind = self.lse == float("-inf")
         self.out.mul_((self.lse - score).sigmoid_().masked_fill_(blind, 0).unsqueeze(-1))
@@ -68,20 +89,37 @@ class RunningAttention:
             cut(self.out, None, span).zero_()
             cut(self.lse, None, span).fill_(float("-inf"))
 
+    def _widen(self) -> None:
+        self.out = self._rows.widened(self.out, self._dtype)
+        self.lse = self._rows.widened(self.lse, self._dtype)
+
 
 class RunningSum:
-    """A gradient, summed up in the dtype of `total`, `[B, H, S, D]`, which may hold anything."""
+    """A gradient that is summed up.
 
-    def __init__(self, total: Tensor) -> None:
+    Args:
+        total: `[B, H, S, D]`, the result; may hold anything.
+        dtype: of the sum, that of `total` where None.
+        several: rows will get several parts.
+    """
+
+    def __init__(
+        self, total: Tensor, dtype: torch.dtype | None = None, *, several: bool = False
+    ) -> None:
         self.total = total
-        self._rows = _Rows(total.shape[2])
+        self._rows, self._dtype = _Rows(total.shape[2]), dtype or total.dtype
+        if several:
+            self._widen()
 
     def add(self, row: int | None, span: Span, part: Tensor) -> None:
         """Add to the rows `span` of one batch row, or of all."""
         missing = self._rows.missing(span)
         if row is None and missing == (span,):
+            if part.dtype.itemsize > self.total.dtype.itemsize:
+                self._widen()
             cut(self.total, row, span).copy_(part)
         else:
+            self._widen()
             self._clear(missing)
             cut(self.total, row, span).add_(part)
         self._rows.mark(span)
@@ -94,3 +132,6 @@ class RunningSum:
     def _clear(self, spans: Spans) -> None:
         for span in spans:
             cut(self.total, None, span).zero_()
+
+    def _widen(self) -> None:
+        self.total = self._rows.widened(self.total, self._dtype)

@@ -7,6 +7,7 @@ Legend: B batch, H query heads, Hk key heads, S local queries, D head size.
 """
 
 from collections.abc import Generator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lightning_cp.comm.p2p import Link, Waiting
 from lightning_cp.exchange.probe import Probe
-from lightning_cp.exchange.switching import Fetching, Returning, Side
+from lightning_cp.exchange.switching import Fetching, Returning, Side, room
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
 from lightning_cp.plan import Heads, Plan, Switch, uniform
@@ -44,6 +45,7 @@ def forward(
     *,
     link: Link,
     probe: Probe,
+    kept: list[Tensor] | None = None,
 ) -> Generator[Waiting, None, None]:
     """Attention of this rank's queries, all heads.
 
@@ -54,8 +56,11 @@ def forward(
         results: output `[B, H, S, Dv]` and LSE `[B, H, S]` to fill.
         link: what carries the messages; every rank of the group calls.
         probe: is told of the phases.
+        kept: gets the inputs of every portion, where `Switch.keeps` them.
     """
     switch, portions, ratio = _portions(plan, inputs[0], inputs[1])
+    if not switch.keeps(inputs[0].shape[1], inputs[1].shape[1]):
+        kept = None
     out, lse = results
     sides = [Side(inputs[0]), Side(inputs[1], True), Side(inputs[2], True)]
     targets = [Side(lse), Side(out)]
@@ -68,6 +73,8 @@ def forward(
             coming = Fetching(switch, sides, portions[at + 1], link, probe)
         here = own[switch.index]
         found = yield from attend(uniform(here, ratio), q, k, v)
+        if kept is not None:
+            kept += (q, k, v)
         del q, k, v
         if home is not None:
             yield home.pending
@@ -86,8 +93,9 @@ def backward(
     *,
     link: Link,
     probe: Probe,
+    kept: Sequence[Tensor] = (),
 ) -> Generator[Waiting, None, tuple[Tensor, Tensor, Tensor]]:
-    """Gradients of this rank's queries, keys and values; all inputs travel again.
+    """Gradients of this rank's queries, keys and values; inputs that were not kept travel again.
 
     Args:
         plan: the plan of the forward.
@@ -95,44 +103,40 @@ def backward(
         inputs: local queries with the results of the forward, local keys, local values.
         link: what carries the messages; every rank of the group calls.
         probe: is told of the phases.
+        kept: what the forward kept; then the inputs may be without rows.
 
     Returns:
-        dq, dk, dv in the shapes and dtypes of q, k and v.
+        dq, dk, dv of this rank's tokens, in the dtypes of q, k and v.
     """
     saved, k, v = inputs
     switch, portions, ratio = _portions(plan, saved.q, k)
     shared = switch.shared(saved.q.shape[1], k.shape[1])
     dtype = state_dtype(k.dtype) if shared else k.dtype
-    make = torch.zeros_like if shared else torch.empty_like
-    dq, dk, dv = torch.empty_like(saved.q), *(make(x, dtype=dtype) for x in (k, v))
-    first = (saved.lse, saved.q, saved.out, saved.grad_out)
-    sides = [*map(Side, first), Side(k, True), Side(v, True)]
+    dq = room(saved.q, plan.q_size)
+    dk, dv = (room(x, plan.kv_size, dtype=dtype, zeros=shared) for x in (k, v))
+    sides = [*map(Side, (saved.lse, saved.out, saved.grad_out))]
+    if not kept:
+        sides += [Side(saved.q), Side(k, True), Side(v, True)]
     targets = [Side(dk, True), Side(dv, True), Side(dq)]
+    wire = k.dtype if plan.half_grads else None
+    back = partial(Returning, switch, summed=shared, wire=wire, link=link, probe=probe)
     coming = Fetching(switch, sides, portions[0], link, probe)
     home: Returning | None = None
     for at, own in enumerate(portions):
         yield coming.pending
-        lse, *rows, keys, values = coming.wait()
+        lse, out, grad_out, *given = coming.wait()
+        queries, keys, values = given or kept[3 * at : 3 * at + 3]
         if at + 1 < len(portions):
             coming = Fetching(switch, sides, portions[at + 1], link, probe)
         here = own[switch.index]
-        block = Saved(rows[0], rows[1], lse, rows[2])
-        del lse, rows
+        block = Saved(queries, out, lse, grad_out)
+        del lse, out, grad_out, given, queries
         found = yield from differentiate(uniform(here, ratio), block, keys, values, dtype=dtype)
         del block, keys, values
         if home is not None:
             yield home.pending
             home.add()
-        home = Returning(
-            switch,
-            [*found[1:], found[0]],
-            targets,
-            own,
-            summed=shared,
-            wire=k.dtype if plan.half_grads else None,
-            link=link,
-            probe=probe,
-        )
+        home = back([*found[1:], found[0]], targets, own)
         del found
     assert home is not None  # invariant: there is a portion
     yield home.pending

@@ -202,11 +202,20 @@ class Returning:
             target.copy_(part)
 
 
-def _shaped(x: Tensor, heads: int, size: int) -> Tensor:
+def room(x: Tensor, size: int, *, dtype: torch.dtype | None = None, zeros: bool = False) -> Tensor:
+    """A tensor like `x` with `size` rows, for results; as `x` is stored where it has as many."""
+    if x.shape[2] == size:
+        made = torch.empty_like(x, dtype=dtype)
+    else:
+        made = _shaped(x, x.shape[1], size, dtype=dtype)
+    return made.zero_() if zeros else made
+
+
+def _shaped(x: Tensor, heads: int, size: int, *, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor like `x` for some heads and rows, the heads of a row side by side."""
     if x.ndim == 3:
-        return x.new_empty(x.shape[0], heads, size)
-    return x.new_empty(x.shape[0], size, heads, x.shape[3]).transpose(1, 2)
+        return x.new_empty(x.shape[0], heads, size, dtype=dtype)
+    return x.new_empty(x.shape[0], size, heads, x.shape[3], dtype=dtype).transpose(1, 2)
 
 
 def _packet(

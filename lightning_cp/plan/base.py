@@ -11,7 +11,7 @@ from lightning_cp.spans import Spans
 
 
 class Traffic(NamedTuple):
-    """Bytes of one attention call on one rank. Backward fetches keys and values again."""
+    """Bytes of one attention call on one rank. A backward fetches what was not kept again."""
 
     forward_sent: int
     forward_received: int
@@ -75,6 +75,7 @@ class Plan:
         value_dim: int | None = None,
         batch: int = 1,
         heads: int | None = None,
+        kept: bool = False,
     ) -> Traffic:
         """Exact bytes that this rank sends and receives.
 
@@ -87,6 +88,7 @@ class Plan:
             batch: rows of the batch.
             heads: query heads, `kv_heads` where not given; they count where heads are swapped for
                 tokens.
+            kept: the forward keeps what heads were swapped for, where `Switch.keeps` it.
         """
         sizes = self._sizes(batch, heads or kv_heads, kv_heads, head_dim, value_dim, itemsize)
         row = batch * self.own_heads(sizes.heads, kv_heads)[1] * (head_dim + sizes.value_dim)
@@ -95,7 +97,7 @@ class Plan:
         grad = row * (itemsize if self.half_grads else sizes.wire)
         returned = grad * sum(t.size for step in self.rounds for t in step.returns)
         collected = grad * sum(t.size for step in self.rounds for t in step.collects)
-        (out, into), (out_again, into_again) = self._swapped(sizes)
+        (out, into), (out_again, into_again) = self._swapped(sizes, kept=kept)
         return Traffic(
             sent + out,
             received + into,
@@ -116,7 +118,7 @@ class Plan:
         state = state_size(itemsize, len(self.rounds))
         return Sizes(batch, heads, kv_heads, head_dim, value, itemsize, state)
 
-    def _swapped(self, sizes: Sizes) -> tuple[tuple[int, int], tuple[int, int]]:
+    def _swapped(self, sizes: Sizes, *, kept: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Bytes that swaps send and receive, in a forward and in a backward."""
         if self.switch is None:
             return (0, 0), (0, 0)
@@ -124,9 +126,10 @@ class Plan:
         rows = self.switch.rows(sizes, half_grads=self.half_grads)
         inputs, saved = (self.switch.crossing(own, row) for row in (rows.inputs, rows.saved))
         results, grads = (self.switch.returning(own, row) for row in (rows.results, rows.grads))
+        again = (0, 0) if kept and self.switch.keeps(sizes.heads, sizes.kv_heads) else inputs
         return (
             (inputs[0] + results[0], inputs[1] + results[1]),
-            (inputs[0] + saved[0] + grads[0], inputs[1] + saved[1] + grads[1]),
+            (again[0] + saved[0] + grads[0], again[1] + saved[1] + grads[1]),
         )
 
     def memory(
@@ -138,6 +141,7 @@ class Plan:
         kv_heads: int | None = None,
         value_dim: int | None = None,
         batch: int = 1,
+        kept: bool = False,
     ) -> Memory:
         """Peak bytes that one attention call on this rank holds besides its inputs.
 
@@ -152,10 +156,14 @@ class Plan:
             kv_heads: key and value heads, `heads` where not given.
             value_dim: size of a value, `head_dim` where not given.
             batch: rows of the batch.
+            kept: the forward keeps what heads were swapped for, where `Switch.keeps` it, in place
+                of its inputs; the backward gets that as an input.
         """
         sizes = self._sizes(batch, heads, kv_heads or heads, head_dim, value_dim, itemsize)
         if self.switch is not None:
-            found = SwitchMemory(self.switch, self.rounds, self.head_chunks, self.half_grads, sizes)
+            kept = kept and self.switch.keeps(sizes.heads, sizes.kv_heads)
+            call = self.rounds, self.head_chunks, self.half_grads, sizes, kept
+            found = SwitchMemory(self.switch, *call)
             return Memory(found.forward(), found.backward())
         groups = sizes.groups(self.head_chunks if len(self.rounds) > 1 else 1)
         wire = itemsize if self.half_grads else sizes.wire

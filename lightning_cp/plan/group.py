@@ -38,12 +38,13 @@ class GroupLoad(NamedTuple):
         shares = self.switches[0].shares(sizes.heads, sizes.kv_heads)
         return tuple(share.counts[0] * count for count in pairs for share in shares)
 
-    def bytes(self, sizes: Sizes, *, backward: bool) -> int:
+    def bytes(self, sizes: Sizes, *, backward: bool, kept: bool = False) -> int:
         """Bytes that all ranks receive: the sum of what their `Plan.traffic` says.
 
         Args:
             sizes: of the call.
             backward: of a backward, else of a forward.
+            kept: of a backward whose forward kept what heads were swapped for.
         """
         kv_heads = sizes.kv_heads
         if self.switches:
@@ -53,12 +54,14 @@ class GroupLoad(NamedTuple):
         wire = sizes.itemsize if self.half_grads else sizes.wire
         grads = wire * sum(self.returned) if backward else 0
         between = row * (sizes.itemsize * sum(self.received) + grads)
-        return between + sum(self._swapped(switch, sizes, backward) for switch in self.switches)
+        swapped = (self._swapped(switch, sizes, backward, kept) for switch in self.switches)
+        return between + sum(swapped)
 
-    def _swapped(self, switch: Switch, sizes: Sizes, backward: bool) -> int:
+    def _swapped(self, switch: Switch, sizes: Sizes, backward: bool, kept: bool) -> int:
         own = switch.shares(sizes.heads, sizes.kv_heads)
         rows = switch.rows(sizes, half_grads=self.half_grads)
-        there = [rows.inputs, rows.saved] if backward else [rows.inputs]
+        again = [] if kept and switch.keeps(sizes.heads, sizes.kv_heads) else [rows.inputs]
+        there = [*again, rows.saved] if backward else [rows.inputs]
         back = rows.grads if backward else rows.results
         return sum(switch.crossing(own, row)[1] for row in there) + switch.returning(own, back)[1]
 

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_cp.plan.rounds import Round, Transfer, square
+from lightning_cp.spans import total, union
 
 CHUNK = 2**19
 """Elements of an output that are merged at a time, which bounds the temporary memory."""
@@ -96,9 +97,9 @@ def forward_peak(
 ) -> int:
     """The most bytes at a time in a forward, all groups of heads one after the other."""
     results = q_size * (sizes.out * sizes.itemsize + sizes.batch * sizes.heads * sizes.wire)
-    peak = 0
+    peak, several = 0, _several(rounds, keys=False)
     for index, group in enumerate(groups):
-        running = q_size * group.out * group.state if group.state != group.itemsize else 0
+        running = q_size * group.out * group.state * (several and group.state != group.itemsize)
         running += q_size * group.batch * group.heads * group.state * (group.state != group.wire)
         for at, step in enumerate(rounds):
             held = results + running + _buffer(step, group, first=not at)
@@ -126,9 +127,11 @@ def backward_peak(
     own = sizes.wire if wide else sizes.itemsize
     results = q_size * sizes.query * sizes.itemsize + kv_size * sizes.pair * own
     peak, homing, unfinished = 0, 0, 0
+    wider = sizes.itemsize == 2 and any(slow_in_half(q, k) for q, k, _ in _blocks(rounds[0]))
+    several, kv_several = (wider or _several(rounds, keys=keys) for keys in (False, True))
     for index, group in enumerate(groups):
-        running = q_size * group.query * group.state * (group.state != group.itemsize)
-        running += kv_size * group.pair * group.state * (group.state != own)
+        running = q_size * group.query * group.state * (several and group.state != group.itemsize)
+        running += kv_size * group.pair * group.state * (kv_several and group.state != own)
         for at, step in enumerate(rounds):
             fixed = results + running + unfinished
             buffer = _buffer(step, group, first=not at)
@@ -148,6 +151,16 @@ def backward_peak(
                 homing = (grads if whole else packed) + received
         unfinished = running if len(rounds) > 1 else 0
     return max(peak, results)
+
+
+def _several(rounds: Sequence[Round], *, keys: bool) -> bool:
+    """Whether rows of queries, or keys, get several parts, or one of a batch row."""
+    if len(rounds) > 1:
+        return True
+    blocks = [block for tile in rounds[0].tiles for block in square(tile, BANDED)]
+    spans = [block.k if keys else block.q for block in blocks]
+    disjoint = sum(stop - start for start, stop in spans) == total(union(spans))
+    return not disjoint or any(block.row is not None for block in blocks)
 
 
 def _buffer(step: Round, group: Sizes, *, first: bool) -> int:

@@ -11,11 +11,8 @@ from lightning_cp.plan.rounds import Round, Transfer
 FORWARD = 2 / 7
 """Part of the computing of a call that its forward does: 2 of 7 matrix products."""
 
-SWAPS, SWAPS_BACK = 2, 3
-"""Messages to each member of a block in a forward that swaps heads for tokens, and in a backward.
-
-Inputs and results; inputs, what the forward saved, and gradients.
-"""
+SWAPS = 2
+"""Messages to each member of a block in a pass that swaps heads for tokens: there and back."""
 
 
 class Call(NamedTuple):
@@ -84,6 +81,7 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
         itemsize=call.itemsize,
         value_dim=call.value_dim,
         batch=call.batch,
+        kept=True,
     )
     moved = [max(_rows(step.sends), _rows(step.receives)) for step in plan.rounds]
     there = max(traffic.forward_sent, traffic.forward_received)
@@ -91,7 +89,7 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
     total = cost.token * plan.q_size * call.batch
     for part, size, backward in ((FORWARD, there, False), (1 - FORWARD, back, True)):
         messages = [_messages(step, backward=backward) for step in plan.rounds]
-        messages[0] += swaps * (SWAPS_BACK if backward else SWAPS)
+        messages[0] += swaps * SWAPS
         links = [
             wait / groups / cost.bandwidth + cost.latency * count
             for wait, count in zip(_by_round(moved, size), messages, strict=True)

@@ -20,6 +20,10 @@ class Row(NamedTuple):
     q: int
     kv: int = 0
 
+    def plus(self, other: "Row") -> "Row":
+        """Bytes of both."""
+        return Row(self.q + other.q, self.kv + other.kv)
+
 
 class Rows(NamedTuple):
     """Bytes of a row of what is swapped.
@@ -102,6 +106,13 @@ class Switch:
         """Whether a key head has several readers, so that its gradient is a sum over members."""
         read = sum(share.counts[1] for share in self.shares(heads, kv_heads))
         return read > kv_heads and not self.replicated
+
+    def keeps(self, heads: int, kv_heads: int) -> bool:
+        """Whether a forward can keep for the backward what arrived in place of its inputs.
+
+        Not where several members get the same heads: it would be more than the inputs.
+        """
+        return not (self.replicated or self.shared(heads, kv_heads))
 
     def portions(self, heads: int, kv_heads: int, most: int) -> tuple[tuple[Heads, ...], ...]:
         """The heads of every member in portions that travel one after the other.

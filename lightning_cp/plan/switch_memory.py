@@ -18,14 +18,16 @@ class SwitchMemory(NamedTuple):
     head_chunks: int
     half_grads: bool
     sizes: Sizes
+    kept: bool = False
 
     def forward(self) -> int:
         """The most bytes at a time in a forward, all portions of heads one after the other."""
         rows, sizes = self.switch.rows(self.sizes, half_grads=self.half_grads), self.sizes
         results = self._results(Row(rows.results.q * sizes.heads))
-        peak, home, portions = results, 0, self._portions()
+        peak, home, portions, held = results, 0, self._portions(), 0
         for at, own in enumerate(portions):
-            block = self.switch.whole(own, rows.inputs)
+            block = held + self.switch.whole(own, rows.inputs)
+            held = block if self.kept else 0
             coming = self._messages(portions, at + 1, rows.inputs)
             arriving = self.switch.crossing(own, rows.inputs)[1]
             if not at:
@@ -37,13 +39,13 @@ class SwitchMemory(NamedTuple):
             peak = max(peak, results + home + block + coming + running)
             home = sum(self.switch.returning(own, rows.results))
             done = self.switch.whole(own, rows.results)
-            peak = max(peak, results + coming + done + home)
+            peak = max(peak, results + held + coming + done + home)
         return peak
 
     def backward(self) -> int:
         """The most bytes at a time in a backward."""
         rows, sizes = self.switch.rows(self.sizes, half_grads=self.half_grads), self.sizes
-        inputs = Row(rows.inputs.q + rows.saved.q, rows.inputs.kv)
+        inputs = rows.saved if self.kept else rows.inputs.plus(rows.saved)
         shared = self.switch.shared(sizes.heads, sizes.kv_heads)
         key = sizes.batch * (sizes.head_dim + sizes.value_dim)
         held = Row(rows.grads.q, key * (sizes.wire if shared else sizes.itemsize))

@@ -84,11 +84,11 @@ def _work(context: Context) -> list[int]:
 
 def _kv_bytes(context: Context) -> int:
     """Bytes that all ranks of the group receive in the attention of a micro-batch."""
-    return sum(
-        times
-        * group_load(context.log.plans[call.handle]).bytes(_sizes(call), backward=call.backward)
-        for call, times in context.log.ran.items()
-    )
+    found = 0
+    for call, times in context.log.ran.items():
+        load = group_load(context.log.plans[call.handle])
+        found += times * load.bytes(_sizes(call), backward=call.backward, kept=call.kept)
+    return found
 
 
 def _sizes(call: Ran) -> Sizes:

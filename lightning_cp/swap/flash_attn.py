@@ -160,7 +160,7 @@ def _attend(
         seed = draw_seed(dropout_p, bits=SEED_BITS)
         if call["causal"] or slopes is not None or max(before, after) >= 0:
             check_alignment(context, q, k)
-        out, lse, handle = forward_implementation(
+        out, lse, handle, _ = forward_implementation(
             q,
             k,
             v,
@@ -210,6 +210,7 @@ def _differentiate(
             rows["out"],
             lse,
             torch.tensor(made.handle),
+            [],
             call["softmax_scale"],
             softcap=max(call["softcap"], 0.0),
             slopes=call["alibi_slopes"],

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_cp.attention import attention
+from lightning_cp.attention import attention, keeping
 from lightning_cp.context import Context
 from lightning_cp.errors import RefusedError
 from lightning_cp.swap.calls import Arguments, Function, swapped, without_gradient
@@ -127,10 +127,11 @@ def _attend(context: Context, lengths: Lengths, call: Arguments) -> tuple[Tensor
     if causal or max(before, after) >= 0:
         check_alignment(context, q, k)
     scale = q.shape[-1] ** -0.5 if call["softmax_scale"] is None else call["softmax_scale"]
-    out, lse, _ = attention(
+    out, lse, *_ = attention(
         *(q, k, v, causal, scale, before, after),
         softcap=call["softcap"] or 0.0,
         sinks=call.get("learnable_sink"),
+        keep=keeping(),
     )
     if packed:
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 
-from lightning_cp.attention import attention
+from lightning_cp.attention import attention, keeping
 from lightning_cp.comm.digest import Digest
 from lightning_cp.context import SLOT, Context
 from lightning_cp.data.content import content_code
@@ -86,7 +86,8 @@ class _Calls:
         mod = None if mask is None else self._mask_mod(context, mask, query, key)
         name = None if mod is None else SLOT.mask_mods.name(mod)
         scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
-        out, lse, _ = attention(query, key, value, False, scale, mask_mod=name)
+        asked = {"mask_mod": name, "keep": keeping()}
+        out, lse, *_ = attention(query, key, value, False, scale, **asked)
         aux = call["return_aux"]
         if aux is not None:
             return out, flex.AuxOutput(lse=without_gradient(lse) if aux.lse else None)

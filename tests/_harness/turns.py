@@ -64,19 +64,21 @@ def run(group: Group, kernel: Kernel, inputs: Inputs) -> oracle.Answer:
     ]
     shards = [[layout.shard(x, rank=rank, dim=2) for x in inputs] for rank in ranks]
     boxes = Mailboxes()
+    calls = [executor.Call(kernel, scale, boxes.link(rank)) for rank in ranks]
+    kept: list[list[Tensor]] = [[] for _ in ranks]
     outs = executor.together(
         [
-            executor.forward(plan, kernel, q, k, v, scale=scale, link=boxes.link(plan.rank))
-            for plan, (q, k, v, _) in zip(plans, shards, strict=True)
+            executor.forward(plan, call, q, k, v, kept=own)
+            for plan, call, own, (q, k, v, _) in zip(plans, calls, kept, shards, strict=True)
         ]
     )
     assert boxes.empty
     grads = executor.together(
         [
-            executor.backward(
-                plan, kernel, Saved(q, *out, grad), k, v, scale=scale, link=boxes.link(plan.rank)
+            executor.backward(plan, call, Saved(q, *out, grad), k, v, kept=own)
+            for plan, call, own, (q, k, v, grad), out in zip(
+                plans, calls, kept, shards, outs, strict=True
             )
-            for plan, (q, k, v, grad), out in zip(plans, shards, outs, strict=True)
         ]
     )
     assert boxes.empty

@@ -40,6 +40,7 @@ class Case(NamedTuple):
     heads: tuple[int, int] = (4, 4)
     head_dim: int = 32
     value_dim: int = 32
+    keep: bool = False
 
     def plan(self, rank: int, world: int) -> object:
         layout = LAYOUTS[self.layout](self.mask.q_length, world)
@@ -73,6 +74,7 @@ OPTIONS = [
     Case(Direct(half_grads=True), "zigzag", MASKS[1], torch.bfloat16),
     Case(Ring(half_grads=True), "contiguous", MASKS[0], torch.bfloat16),
 ]
+OPTIONS += [case._replace(keep=True) for case in OPTIONS]
 CASES += [
     Case("direct", "zigzag", MASKS[0], dtype, (4, 4), *sizes)
     for dtype, sizes in product((torch.float32, torch.bfloat16), ((48, 32), (32, 48)))
@@ -88,19 +90,21 @@ def run_measured(rank: int, world: int, cases: list[Case]) -> list[tuple[Memory,
         shapes = (heads, plan.q_size), (kv_heads, plan.kv_size)
         q, k = (torch.randn(1, *shape, case.head_dim).to(case.dtype) for shape in shapes)
         grad, v = (torch.randn(1, *shape, case.value_dim).to(case.dtype) for shape in shapes)
-        options = {"scale": 0.1, "link": GroupLink(dist.group.WORLD)}
-        kernel = KERNELS["sdpa"]
+        call = executor.Call(KERNELS["sdpa"], 0.1, GroupLink(dist.group.WORLD))
+        kept: list[Tensor] = []
         with MemoryTracker() as forward:
-            out, lse = executor.run(executor.forward(plan, kernel, q, k, v, **options))
+            turns = executor.forward(plan, call, q, k, v, kept=kept if case.keep else None)
+            out, lse = executor.run(turns)
         saved = Saved(q, out, lse, grad)
         with MemoryTracker() as backward:
-            executor.run(executor.backward(plan, kernel, saved, k, v, **options))
+            executor.run(executor.backward(plan, call, saved, k, v, kept=kept))
         said = plan.memory(
             heads=heads,
             kv_heads=kv_heads,
             head_dim=case.head_dim,
             value_dim=case.value_dim,
             itemsize=q.itemsize,
+            kept=case.keep,
         )
         found.append((said, Memory(forward.peak, backward.peak)))
     return found

@@ -1,22 +1,26 @@
-"""What exchanges do besides the right values: options, refusals, and the groups they use."""
+"""What exchanges do besides the right values: bytes, options, refusals, the groups they use."""
 
 import pickle
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from lightning_cp import attend
+from lightning_cp import attend, checkpoint_policy
 from lightning_cp.attention import attention
 from lightning_cp.comm import p2p
 from lightning_cp.context import SLOT
 from lightning_cp.diagnostics.trace import CollectiveRecorder
-from lightning_cp.plan import AllGather, Direct, Hybrid, Ring, Ulysses
+from lightning_cp.plan import AllGather, Direct, Hybrid, Plan, Ring, Traffic, Ulysses, build_plan
 from tests._harness import oracle
-from tests._harness.cases import Cell
+from tests._harness.cases import CELLS, DEFAULT, Cell
 from tests._harness.pool import Pool
 from tests.dist.test_attention import SIMPLE, judge, local, unpickled
 
@@ -40,7 +44,7 @@ def run_narrow(rank: int, world: int, dtype: str) -> bytes:
             context = replace(cell.context(rank, dist.group.WORLD), exchange=exchange)
             q, k, v, grad = local(cell, rank)
             with SLOT.activate(context), CollectiveRecorder() as log:
-                out, lse, _ = attention(q, k, v, *cell.options)
+                out, lse, *_ = attention(q, k, v, *cell.options)
                 grads = torch.autograd.grad(out, (q, k, v), grad)
             answer = oracle.Answer(out.detach(), lse.detach(), *grads)
             found[key] = (answer, log.total("send"))
@@ -152,3 +156,113 @@ def run_on_two_groups(rank: int, world: int) -> tuple[set[str], set[str]]:
 def test_heads_and_keys_travel_on_groups_of_their_own(pool: Pool) -> None:
     for found, groups in pool.run(run_on_two_groups, world=4):
         assert found == groups
+
+
+def run_traffic(
+    rank: int, world: int, cells: list[Cell], keep: bool
+) -> list[tuple[Traffic, list[int]]]:
+    """What the plan says and what was counted: sent and received, forward and then backward."""
+    found = []
+    for cell in cells:
+        q, k, v, grad = local(cell, rank)
+        context = cell.context(rank, dist.group.WORLD)
+        forward, backward = CollectiveRecorder(), CollectiveRecorder()
+        with SLOT.activate(context):
+            with forward:
+                out, _, handle, _ = attention(q, k, v, *cell.options, keep=keep)
+            plan = SLOT.bound(int(handle)).plan
+            with backward:
+                torch.autograd.grad(out, (q, k, v), grad)
+        assert isinstance(plan, Plan)
+        said = plan.traffic(
+            heads=q.shape[1],
+            kv_heads=k.shape[1],
+            head_dim=k.shape[3],
+            itemsize=k.itemsize,
+            batch=k.shape[0],
+            kept=keep,
+        )
+        counted = [log.total(name) for log in (forward, backward) for name in ("send", "recv_")]
+        assert {call.name for log in (forward, backward) for call in log.calls} <= {"send", "recv_"}
+        found.append((said, counted))
+    return found
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_bytes_on_the_wire_are_what_the_plan_says(world: int, keep: bool, pool: Pool) -> None:
+    cells = [cell for cell in CELLS[:DEFAULT] if cell.world == world][::2]
+    if keep:
+        cells = [cell for cell in cells if cell.exchange in ("ulysses", "hybrid")]
+    ranks = pool.run(run_traffic, cells, keep, world=world)
+    for rank, found in enumerate(ranks):
+        for cell, (said, counted) in zip(cells, found, strict=True):
+            assert counted == list(said), f"rank {rank}: {cell}"
+    assert any(sum(said) for said, _ in ranks[0]) == (world > 1)
+
+
+KEEPING: dict[str, Callable[..., Any]] = {
+    "plain": lambda f, *args: f(*args),
+    "recomputed": lambda f, *args: checkpoint(f, *args, use_reentrant=False),
+    "reentrant": lambda f, *args: checkpoint(f, *args, use_reentrant=True),
+    "policy": lambda f, *args: checkpoint(
+        f, *args, use_reentrant=False, context_fn=checkpoint_policy()
+    ),
+    "compiled": lambda f, *args: torch.compile(f, backend="aot_eager")(*args),
+}
+"""How a call of attention is made."""
+
+
+def _weigh(found: list[int], x: Tensor) -> Tensor:
+    found.append(x.nbytes)
+    return x
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def run_kept(rank: int, world: int, exchange: str, heads: tuple[int, int]) -> dict[str, Any]:
+    """By how it is called: what a backward got, bytes saved, and sent; and what the plan says."""
+    cell = replace(SIMPLE, world=world, exchange=exchange, length=24, heads=heads)
+    first: list[Tensor] = []
+    found: dict[str, Any] = {}
+    for how, calling in KEEPING.items():
+        q, k, v, grad = local(cell, rank)
+        saved: list[int] = []
+        context, log = cell.context(rank, dist.group.WORLD), CollectiveRecorder()
+        with SLOT.activate(context), nullcontext() if how == "compiled" else log:
+            with torch.autograd.graph.saved_tensors_hooks(partial(_weigh, saved), _same):
+                out = calling(partial(attend, is_causal=True), q, k, v)
+            there = log.total("send")
+            out.backward(grad)
+        first = first or [out, q.grad, k.grad, v.grad]
+        for one, other in zip(first, (out, q.grad, k.grad, v.grad), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-14, msg=how)
+        kept = {ran.kept for ran in context.log.ran if ran.backward}
+        found[how] = kept, sum(saved), [there, log.total("send") - there]
+    layout = cell.sequence.layout
+    plan = build_plan(layout, layout, cell.mask_of(), rank=rank, exchange=exchange)
+    said = {"heads": heads[0], "kv_heads": heads[1], "head_dim": k.shape[3], "itemsize": 8}
+    found["said"] = [plan.traffic(**said, batch=k.shape[0], kept=kept) for kept in (True, False)]
+    return found
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (8, 2)], ids=["own heads", "shared heads"])
+@pytest.mark.parametrize("exchange", ["ulysses", "hybrid"])
+def test_what_arrived_for_heads_is_kept_but_where_it_costs_memory(
+    exchange: str, heads: tuple[int, int], pool: Pool
+) -> None:
+    for found in pool.run(run_kept, exchange, heads, world=4, timeout=100):
+        kept, fetched = found.pop("said")
+        shared = exchange == "ulysses" and heads[1] < 4
+        assert (kept == fetched) == shared
+        there = kept.forward_sent
+        again, saved = [there, there + kept.backward_sent], found["plain"][1]
+        assert found == {
+            "plain": ({not shared}, saved, [there, kept.backward_sent]),
+            "recomputed": ({not shared}, found["recomputed"][1], again),
+            "reentrant": ({not shared}, found["reentrant"][1], again),
+            "policy": ({False}, found["policy"][1], [there, fetched.backward_sent]),
+            "compiled": ({False}, saved, [0, 0]),  # as many bytes; graphs are not looked into
+        }

@@ -72,20 +72,13 @@ class DistributedCall:
             watch: entered around the forward and around the backward.
         """
         q, k, v, grad_out = self._inputs
-        scale = q.shape[-1] ** -0.5
+        call = executor.Call(self._kernel, q.shape[-1] ** -0.5, self._link, probe)
+        kept: list[Tensor] = []
         with watch[0]:
-            out, lse = executor.run(
-                executor.forward(
-                    self._plan, self._kernel, q, k, v, scale=scale, link=self._link, probe=probe
-                )
-            )
+            out, lse = executor.run(executor.forward(self._plan, call, q, k, v, kept=kept))
         saved = Saved(q, out, lse, grad_out)
         with watch[1]:
-            grads = executor.run(
-                executor.backward(
-                    self._plan, self._kernel, saved, k, v, scale=scale, link=self._link, probe=probe
-                )
-            )
+            grads = executor.run(executor.backward(self._plan, call, saved, k, v, kept=kept))
         return Attention(out, *grads)
 
 

@@ -158,6 +158,7 @@ class Settings:
                 kv_heads=self.kv_heads,
                 head_dim=self.head_dim,
                 itemsize=DTYPES[case.dtype].itemsize,
+                kept=True,
             )
             sent += traffic.forward_sent + traffic.backward_sent
         return sent

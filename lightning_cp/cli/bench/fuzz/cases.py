@@ -69,6 +69,7 @@ class Case:
         heads: query heads and key heads.
         dims: size of a key and of a value.
         batch: rows.
+        keeps: what arrives in place of heads is kept for the backward.
     """
 
     number: int
@@ -81,6 +82,7 @@ class Case:
     heads: tuple[int, int]
     dims: tuple[int, int]
     batch: int
+    keeps: bool = False
 
     @property
     def world(self) -> int:
@@ -139,6 +141,7 @@ def draw(number: int, *, seed: int, most_tokens: int, most_ranks: int) -> Case:
         heads=(kv_heads * max(fewest, dice.choice((1, 1, 2, 3, 4))), kv_heads),
         dims=(head_dim, dice.choice((head_dim, head_dim, 5))),
         batch=batch,
+        keeps=dice.random() < 0.7,
     )
 
 

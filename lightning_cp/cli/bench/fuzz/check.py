@@ -20,7 +20,7 @@ from lightning_cp.kernels.scores import PerHead
 from lightning_cp.kernels.terms import sink_gradient
 from lightning_cp.layout import Layout, contiguous
 from lightning_cp.mask import Mask
-from lightning_cp.plan import Ring, build_plan
+from lightning_cp.plan import Plan, Ring, build_plan
 
 EXACT = 1e-11
 """Largest error in double; of what is learned that of one rank counts as well, up to `MOST`."""
@@ -112,6 +112,16 @@ def _rounding(found: Tensor, exact: Tensor, whole: list[Tensor], rows: int) -> f
     return unit * _largest(exact) + torch.finfo(torch.float32).eps * terms
 
 
+def _backward(
+    plan: Plan, call: executor.Call, saved: Saved, k: Tensor, v: Tensor, kept: list[Tensor]
+) -> executor.Turns[tuple[Tensor, Tensor, Tensor]]:
+    """What a rank does after its forward; it has no inputs but what was kept, if anything was."""
+    q = saved.q
+    if kept:
+        q, k, v = executor.rowless(q, k, v)
+    return executor.backward(plan, call, saved._replace(q=q), k, v, kept=kept)
+
+
 def run(case: Case, whole: list[Tensor]) -> Results:
     """The call as the ranks of a group make it, one after the other, put together again."""
     q_layout, kv_layout = case.layouts
@@ -126,10 +136,12 @@ def run(case: Case, whole: list[Tensor]) -> Results:
         build_plan(q_layout, kv_layout, case.mask, rank=rank, exchange=case.schedule)
         for rank in range(case.world)
     ]
+    calls = [executor.Call(kernel, scale, boxes.link(rank)) for rank, kernel in enumerate(kernels)]
+    kept: list[list[Tensor]] = [[] for _ in calls]
     outs = executor.together(
         [
-            executor.forward(plan, kernel, q, k, v, scale=scale, link=boxes.link(plan.rank))
-            for plan, kernel, (q, k, v, _) in zip(plans, kernels, cut, strict=True)
+            executor.forward(plan, call, q, k, v, kept=own if case.keeps else None)
+            for plan, call, own, (q, k, v, _) in zip(plans, calls, kept, cut, strict=True)
         ]
     )
     saved = [
@@ -137,8 +149,10 @@ def run(case: Case, whole: list[Tensor]) -> Results:
     ]
     grads = executor.together(
         [
-            executor.backward(plan, kernel, own, k, v, scale=scale, link=boxes.link(plan.rank))
-            for plan, kernel, own, (_, k, v, _) in zip(plans, kernels, saved, cut, strict=True)
+            _backward(plan, call, rows, k, v, own)
+            for plan, call, rows, (_, k, v, _), own in zip(
+                plans, calls, saved, cut, kept, strict=True
+            )
         ]
     )
     if not boxes.empty:

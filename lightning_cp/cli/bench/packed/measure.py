@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from lightning_cp.balance import layout_of
 from lightning_cp.cli.bench.attention.measure import Attention, Inputs
@@ -65,11 +66,15 @@ class GroupCall:
         """
         spent = [0.0] * len(self._plans)
         boxes = Mailboxes()
+        ranks = range(len(self._plans))
+        calls = [
+            executor.Call(self._kernel, x.q.shape[-1] ** -0.5, boxes.link(rank))
+            for rank, x in enumerate(self._inputs)
+        ]
+        kept: list[list[Tensor]] = [[] for _ in ranks]
         outs = self._together(
             [
-                executor.forward(
-                    plan, self._kernel, q, k, v, scale=q.shape[-1] ** -0.5, link=boxes.link(rank)
-                )
+                executor.forward(plan, calls[rank], q, k, v, kept=kept[rank])
                 for rank, (plan, (q, k, v, _)) in enumerate(self._each())
             ],
             spent,
@@ -77,13 +82,7 @@ class GroupCall:
         grads = self._together(
             [
                 executor.backward(
-                    plan,
-                    self._kernel,
-                    Saved(q, *outs[rank], grad_out),
-                    k,
-                    v,
-                    scale=q.shape[-1] ** -0.5,
-                    link=boxes.link(rank),
+                    plan, calls[rank], Saved(q, *outs[rank], grad_out), k, v, kept=kept[rank]
                 )
                 for rank, (plan, (q, k, v, grad_out)) in enumerate(self._each())
             ],
@@ -192,7 +191,10 @@ def row_of(sizes: Sizes, seed: int, name: str, seconds: list[list[float]]) -> Ro
 def received(plan: Plan, sizes: Sizes) -> int:
     """Bytes that a rank receives in a forward and a backward."""
     traffic = plan.traffic(
-        kv_heads=sizes.heads, head_dim=sizes.head_dim, itemsize=DTYPES[sizes.dtype].itemsize
+        kv_heads=sizes.heads,
+        head_dim=sizes.head_dim,
+        itemsize=DTYPES[sizes.dtype].itemsize,
+        kept=True,
     )
     return traffic.forward_received + traffic.backward_received
 
