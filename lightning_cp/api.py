@@ -160,6 +160,7 @@ class ContextParallel:
             module=weakref.ref(module) if module is not None else None,
             plans=found.plans,
             attended=self.attended,
+            keeps=not SLOT.traced,
             log=CallLog(planning=part.seconds),
         )
         digest = self._compare(stage, step, found, "")

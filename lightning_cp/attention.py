@@ -5,9 +5,11 @@ its plan when it runs, so that one compiled graph serves every batch. A forward 
 of its plan as a 0-dim tensor; the backward gets it back as a saved tensor.
 
 [Note: what is kept] Where ranks swap heads for tokens, what arrived is saved for the backward in
-place of q, k and v: as many bytes, and they travel once. Its size is a matter of the plan, so
-compiled code, whose graph has sizes, saves q, k and v. So does a selective checkpoint, which would
-hold it beside the inputs of the layer that it recomputes.
+place of q, k and v: as many bytes over all ranks, and they travel once. Its size is a matter of the
+plan, so compiled code, whose graph has sizes, saves q, k and v. So does a selective checkpoint,
+which would hold it beside the inputs of the layer that it recomputes. What a backward sends depends
+on it, and a compiler may give up a frame on some ranks alone; so in a process that has traced a
+call nothing is kept from the next micro-step on.
 """
 
 from collections.abc import Sequence as Several
@@ -18,17 +20,20 @@ from torch import Tensor
 
 from lightning_cp.comm.digest import Digest
 from lightning_cp.comm.p2p import BlockingLink, GroupLink, Link
-from lightning_cp.compat import keeps_results
+from lightning_cp.compat import in_selective_checkpoint
 from lightning_cp.context import SLOT, CallLog, Context, Ran, Served
 from lightning_cp.errors import RefusedError
 from lightning_cp.exchange import executor
+from lightning_cp.exchange.switching import room
 from lightning_cp.kernels import KERNELS, Choice, choose, resolve
 from lightning_cp.kernels.base import Saved
 from lightning_cp.kernels.merge import state_dtype
+from lightning_cp.kernels.operands import check_tensors, check_terms
 from lightning_cp.kernels.scores import PLAIN, Dropout, PerHead, Scores
 from lightning_cp.kernels.terms import sink_gradient
 from lightning_cp.layout import contiguous
 from lightning_cp.mask import MaskMod, Visibility, Window
+from lightning_cp.plan import schedule_of
 from lightning_cp.sequences import Sequence
 
 
@@ -89,14 +94,16 @@ def attend(
     terms = softcap or 0.0, sinks, alibi_slopes, relative_bias, mod, dropout_p, draw_seed(dropout_p)
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     out: Tensor = torch.ops.lightning_cp.attention(
-        q, k, v, is_causal, factor, *_limits(sees), *terms, keeping()
+        q, k, v, is_causal, factor, *_limits(sees), *terms, keeping(q, k, v, *terms[1:4])
     )[0]
     return out
 
 
-def keeping() -> bool:
+def keeping(*inputs: Tensor | None) -> bool:
     """Whether the operator is asked to keep what a backward needs; see [Note: what is kept]."""
-    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not keeps_results()
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or in_selective_checkpoint():
+        return False
+    return any(x is not None and x.requires_grad for x in inputs)
 
 
 def forward_implementation(
@@ -124,8 +131,8 @@ def forward_implementation(
     `keep` see [Note: what is kept].
     """
     learned = PerHead(sinks, slopes, table)
-    _check(q, k, v)
-    _check_terms(q, learned, softcap, dropout_p)
+    check_tensors(q, k, v)
+    check_terms(q, learned, softcap, dropout_p)
     context = SLOT.current or _alone(q, k)
     SLOT.count_plain_attention()
     scores = _scores(context, q, learned, softcap, mask_mod, dropout_p, seed)
@@ -135,7 +142,8 @@ def forward_implementation(
     sees = Visibility(is_causal, window, chunk or None, None if prefix is None else tuple(prefix))
     heads = (*q.shape[:2], *k.shape[:2], q.shape[3], v.shape[3])
     told = None if mask_mod is None else SLOT.mask_mods.told(mask_mod)
-    terms = (softcap, *(None if x is None else x.shape[1:] for x in learned), told, dropout_p)
+    keep = keep and context.keeps and schedule_of(context.exchange).block(context.world) > 1
+    terms = (softcap, *(None if x is None else x.shape[1:] for x in learned), told, dropout_p, keep)
     code = context.log.record(("attention", *heads, q.dtype, scale, sees, terms))
     if context.compare_calls:
         _compare(context, code, q, k, sees, terms)
@@ -175,8 +183,11 @@ def backward_implementation(
     mask_mod: str | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
+    sizes: Several[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the backward operator runs; q, k and v have no rows where something was kept.
+    """What the backward operator runs; where something was kept, q, k and v have no rows.
+
+    `sizes` are then the local queries and keys, for compilers.
 
     Returns:
         dq, dk and dv; then the gradients of sinks, slopes and table, empty where there are none.
@@ -215,47 +226,6 @@ def draw_seed(dropout_p: float, *, bits: int = 62) -> Tensor | None:
         return None
     seed: Tensor = torch.ops.aten.randint.low(0, 2**bits, [], dtype=torch.int64, device="cpu")
     return seed
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
-    fits = q.ndim == k.ndim == v.ndim == 4 and (
-        q.shape[0] == k.shape[0] == v.shape[0]
-        and q.shape[3] == k.shape[3]
-        and k.shape[1:3] == v.shape[1:3]
-        and k.shape[1] > 0
-        and q.shape[1] % k.shape[1] == 0
-    )
-    if not fits or not q.dtype == k.dtype == v.dtype:
-        shapes = ", ".join(f"{tuple(x.shape)} {x.dtype}" for x in (q, k, v))
-        raise RefusedError(
-            f"attention takes q [B, H, S, D], k [B, Hk, S, D] and v [B, Hk, S, Dv] of one dtype "
-            f"with H a multiple of Hk; got {shapes}"
-        )
-
-
-def _check_terms(q: Tensor, learned: PerHead, softcap: float, dropout_p: float) -> None:
-    for name, x in (("sinks", learned.sinks), ("alibi_slopes", learned.slopes)):
-        if x is not None and (x.shape != q.shape[1:2] or not x.is_floating_point()):
-            raise RefusedError(
-                f"{name} must be a floating-point tensor [H] with one number for each of the "
-                f"{q.shape[1]} query heads; got {tuple(x.shape)} {x.dtype}"
-            )
-    table = learned.table
-    if table is not None and (
-        table.ndim != 2
-        or table.shape[0] != q.shape[1]
-        or table.shape[1] % 2 == 0
-        or not table.is_floating_point()
-    ):
-        raise RefusedError(
-            f"relative_bias must be a floating-point tensor [H, N] with a row for each of the "
-            f"{q.shape[1]} query heads and an odd number of distances, 0 in the middle; got "
-            f"{tuple(table.shape)} {table.dtype}"
-        )
-    if not softcap >= 0:
-        raise RefusedError(f"softcap={softcap} must be greater than 0, or None for no bound")
-    if not 0 <= dropout_p <= 1:
-        raise RefusedError(f"dropout_p={dropout_p} is no probability; pass 0 to 1")
 
 
 def _scores(
@@ -324,7 +294,7 @@ def _compare(
     details = (
         f"B={q.shape[0]} H={q.shape[1]} Hk={k.shape[1]} D={q.shape[3]} {q.dtype} "
         f"is_causal={sees.is_causal} window={sees.window} chunk={sees.chunk} prefix={sees.prefix} "
-        f"softcap, sinks, slopes, table, mask_mod, dropout_p={terms}"
+        f"softcap, sinks, slopes, table, mask_mod, dropout_p, keeps heads={terms}"
     )
     Digest({call: code}, {call: details}, context.meta).wait()
 
@@ -341,6 +311,7 @@ attention_backward = torch.library.custom_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+    SLOT.traced = True
     return (
         executor.token_major(q, v.shape[-1], q.dtype),
         q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype)),
@@ -355,6 +326,8 @@ def _(
 ) -> tuple[Tensor, ...]:
     learned = (*options[6:9], None, None, None)[:3]  # defaults are left out
     given = (q.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
+    if sizes := (*options[12:], None)[0]:
+        return room(q, sizes[0]), room(k, sizes[1]), room(v, sizes[1]), *given
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *given
 
 
@@ -366,9 +339,10 @@ def _save(
     q, k, v, _, scale, *_ = inputs
     softcap, sinks, slopes, table, mask_mod, dropout_p, seed, _ = inputs[9:]
     out, lse, handle, kept = output
+    sizes = [q.shape[2], k.shape[2]] if kept else None
     if kept:
         q, k, v = executor.rowless(q, k, v)
-    ctx.numbers = scale, softcap, mask_mod, dropout_p  # type: ignore[attr-defined]
+    ctx.numbers = scale, softcap, mask_mod, dropout_p, sizes  # type: ignore[attr-defined]
     ctx.save_for_backward(q, k, v, out, lse, handle, sinks, slopes, table, seed, *kept)
     ctx.set_materialize_grads(False)
 
@@ -381,9 +355,9 @@ def _differentiate(
         return (None,) * given
     found = ctx.saved_tensors  # type: ignore[attr-defined]
     saved, (sinks, slopes, table, seed), kept = found[:6], found[6:10], list(found[10:])
-    scale, softcap, mask_mod, dropout_p = ctx.numbers  # type: ignore[attr-defined]
+    scale, softcap, mask_mod, dropout_p, sizes = ctx.numbers  # type: ignore[attr-defined]
     dq, dk, dv, *grads = torch.ops.lightning_cp.attention_backward(
-        grad, *saved, kept, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed
+        grad, *saved, kept, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed, sizes
     )
     wanted = (None if x is None else y for x, y in zip((sinks, slopes, table), grads, strict=True))
     return (dq, dk, dv, *(None,) * 7, *wanted, None, None, None, None)[:given]

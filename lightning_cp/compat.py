@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils.checkpoint import _CachingTorchDispatchMode
+from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 from torch.utils.data._utils import worker
 
 
@@ -96,10 +96,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def keeps_results() -> bool:
-    """Whether this is the forward of a selective checkpoint, which keeps what operators return."""
+def in_selective_checkpoint() -> bool:
+    """Whether this is a forward of a selective checkpoint, the first one or its repetition."""
     modes = _get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
+    kinds = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+    return any(isinstance(mode, kinds) for mode in modes)
 
 
 def at_end_of_backward(call: Callable[[], None]) -> None:

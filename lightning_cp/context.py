@@ -147,6 +147,7 @@ class Context:
         plans: plans that came with the batch, made where it was loaded.
         attended: called when the work of an attention call has been queued, forward or backward.
         link: what carries the messages in place of the group (benchmarks).
+        keeps: what arrived for the heads of this rank may be saved for the backward.
         log: what was called so far.
     """
 
@@ -167,6 +168,7 @@ class Context:
     plans: Mapping[PlanKey, Plan] = field(default_factory=dict)
     attended: Callable[[], None] | None = None
     link: Any = None
+    keeps: bool = True
     log: CallLog = field(default_factory=CallLog)
 
     @cached_property
@@ -281,6 +283,7 @@ class Slot:
         suspended: how many `functional.local()` are open.
         plain_attention: attention calls that found no context, for those who compare.
         mask_mods: functions that hide keys, by the names under which calls refer to them.
+        traced: a compiler has traced an attention call.
     """
 
     def __init__(self) -> None:
@@ -288,6 +291,7 @@ class Slot:
         self.suspended = 0
         self.plain_attention = 0
         self.mask_mods = MaskMods()
+        self.traced = False
         self._in_backward = False
         self._handles: OrderedDict[int, Bound] = OrderedDict()
         self._next = 0

@@ -6,7 +6,7 @@ import pytest
 from torch.nn import functional as F
 
 from lightning_cp.swap import Installation, _torch
-from tests._harness import cuda_ops, flash_attn, flash_attn_3_ops
+from tests._harness import cuda_ops, flash_attn, flash_attn_3_ops, flash_attn_4_functions
 from tests._harness.pool import Pool
 from tests._harness.renamed import LIGHTNING
 
@@ -38,7 +38,8 @@ def pool(request: pytest.FixtureRequest, pools: Callable[[str], Pool]) -> Pool:
 @pytest.fixture
 def cuda_operators() -> Iterator[list[cuda_ops.Call]]:
     """CUDA attention operators take CPU tensors; the calls that torch's own got."""
-    with flash_attn.installed(), flash_attn_3_ops.installed(), cuda_ops.on_cpu() as calls:
+    versions = flash_attn.installed(), flash_attn_3_ops.installed()
+    with versions[0], versions[1], flash_attn_4_functions.installed(), cuda_ops.on_cpu() as calls:
         yield calls
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.base import Part, cut
-from lightning_cp.kernels.merge import merge_
+from lightning_cp.kernels.merge import chunks, merge_
 from lightning_cp.spans import Span, Spans, gaps, union
 
 
@@ -57,6 +57,8 @@ class RunningAttention:
     def add(self, part: Part) -> None:
         """Take in the attention of some rows over further keys."""
         row, span = part.tile.row, part.tile.q
+        if span[0] == span[1]:
+            return
         missing = self._rows.missing(span)
         if row is None and missing == (span,):
             if part.out.dtype.itemsize > self.out.dtype.itemsize:
@@ -78,10 +80,11 @@ class RunningAttention:
         """Let every row also see a key with a score of its head, `[H]`, and a value of 0."""
         if sinks is None:
             return
-        self._widen()
         score = sinks.to(self.lse.dtype)[:, None]
         blind = self.lse == float("-inf")
-        self.out.mul_((self.lse - score).sigmoid_().masked_fill_(blind, 0).unsqueeze(-1))
+        weight = (self.lse - score).sigmoid_().masked_fill_(blind, 0).unsqueeze(-1)
+        for rows in chunks(self.out):
+            self.out[:, :, rows].mul_(weight[:, :, rows])  # in the wider dtype, rounded once
         torch.logaddexp(self.lse, score.expand_as(self.lse), out=self.lse)
 
     def _clear(self, spans: Spans) -> None:
@@ -113,6 +116,8 @@ class RunningSum:
 
     def add(self, row: int | None, span: Span, part: Tensor) -> None:
         """Add to the rows `span` of one batch row, or of all."""
+        if span[0] == span[1]:
+            return
         missing = self._rows.missing(span)
         if row is None and missing == (span,):
             if part.dtype.itemsize > self.total.dtype.itemsize:

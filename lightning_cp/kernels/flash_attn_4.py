@@ -3,7 +3,8 @@
 [Note: functions of version 4] The package registers no operators. Its functions
 `flash_attn.cute.interface._flash_attn_fwd` and `_flash_attn_bwd` take what those of version 3 do,
 by name, with None for no side of a window; the LSE is `[H, N]`, float. Versions whose functions
-have other arguments are not used. Heads on compute capability 10 and 11 are up to 128, or 256.
+have other arguments are not used. From compute capability 10 on heads are up to 128; those of 256
+have kernels of their own there, which lack soft caps.
 """
 
 from collections.abc import Callable
@@ -16,15 +17,14 @@ import torch
 from torch import Tensor
 
 from lightning_cp.kernels.base import Saved
-from lightning_cp.kernels.cuda import width
 from lightning_cp.kernels.flash import Call
 from lightning_cp.kernels.flash_attn import FlashAttn
 
 MADE_FOR = range(9, 12)
 """Major compute capabilities of the devices that both functions are made for."""
 
-NARROW, WIDE = 128, 256
-"""Head sizes of devices after Hopper: at most the one, or just the other."""
+NARROW = 128
+"""Largest head size on devices after Hopper."""
 
 COMMON = (
     *("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "causal"),
@@ -32,9 +32,9 @@ COMMON = (
 )
 TAKEN = {
     "_flash_attn_fwd": (*COMMON, "return_lse"),
-    "_flash_attn_bwd": (*COMMON, "out", "dout", "lse", "deterministic"),
+    "_flash_attn_bwd": (*COMMON, "out", "dout", "lse", "deterministic", "dlse"),
 }
-"""What the functions are told."""
+"""What the functions are told, and what those before cumulative lengths on Hopper lack (`dlse`)."""
 
 
 class FlashAttn4(FlashAttn):
@@ -45,12 +45,9 @@ class FlashAttn4(FlashAttn):
         if reason := super().rejects(q, v):
             return reason
         major, _ = torch.cuda.get_device_capability(q.device)
-        size = width(q.shape[-1], v.shape[-1])
-        if major > MADE_FOR[0] and size > NARROW and size != WIDE:
-            return (
-                f"takes heads of at most {NARROW}, or of {WIDE}, on devices of compute capability "
-                f"{major}.x, got {max(q.shape[-1], v.shape[-1])}"
-            )
+        size = max(q.shape[-1], v.shape[-1])
+        if major > MADE_FOR[0] and size > NARROW:
+            return f"takes heads of at most {NARROW} on devices of {major}.x, got {size}"
         return None
 
     def _missing(self, device: torch.device) -> str | None:
@@ -109,13 +106,13 @@ def _functions() -> Pair | None:
     except (ImportError, OSError):
         return None
     found = [getattr(module, name, None) for name in TAKEN]
-    forward, backward = (f if f is not None and _takes(f, f.__name__) else None for f in found)
-    return None if forward is None or backward is None else (forward, backward)
+    fit = all(map(_takes, found, TAKEN.values()))
+    return (found[0], found[1]) if fit else None  # type: ignore[return-value]
 
 
 @lru_cache(maxsize=8)
-def _takes(function: Callable[..., Any], name: str) -> bool:
-    return set(TAKEN[name]) <= set(signature(function).parameters)
+def _takes(function: Callable[..., Any] | None, names: tuple[str, ...]) -> bool:
+    return function is not None and set(names) <= set(signature(function).parameters)
 
 
 def _found() -> Pair:

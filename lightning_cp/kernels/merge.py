@@ -1,5 +1,7 @@
 """Merging partial attention results: running output and LSE in float, cast once at the end."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,14 @@ def state_dtype(dtype: torch.dtype, rounds: int = 1) -> torch.dtype:
     return torch.float64 if state_size(dtype.itemsize, rounds) == 8 else torch.float32
 
 
+def chunks(x: Tensor) -> Iterator[slice]:
+    """The rows of `[..., S, D]` in parts of about `CHUNK` elements."""
+    size = x.shape[-2]
+    rows = max(1, CHUNK * size // max(1, x.numel()))
+    for start in range(0, size, rows):
+        yield slice(start, start + rows)
+
+
 def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a partial result into the running one, in place.
 
@@ -28,10 +38,7 @@ def merge_(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         part: output of another set of keys, any float dtype.
         part_lse: its LSE.
     """
-    size = out.shape[-2]
-    rows = max(1, CHUNK * size // max(1, out.numel()))
-    for start in range(0, size, rows):
-        span = slice(start, start + rows)
+    for span in chunks(out):
         _merge(out[..., span, :], lse[..., span], part[..., span, :], part_lse[..., span])
 
 

@@ -100,15 +100,20 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
 
 
 def memory(plan: Plan, call: Call) -> Memory:
-    """Peak bytes of a call; see `Plan.memory`."""
-    return plan.memory(
-        heads=call.heads,
-        kv_heads=call.kv_heads,
-        head_dim=call.head_dim,
-        value_dim=call.value_dim,
-        itemsize=call.itemsize,
-        batch=call.batch,
-    )
+    """Peak bytes of a call, whatever is kept; see `Plan.memory`."""
+    peaks = [
+        plan.memory(
+            heads=call.heads,
+            kv_heads=call.kv_heads,
+            head_dim=call.head_dim,
+            value_dim=call.value_dim,
+            itemsize=call.itemsize,
+            batch=call.batch,
+            kept=kept,
+        )
+        for kept in {False, plan.switch is not None}
+    ]
+    return Memory(*map(max, zip(*peaks, strict=True)))
 
 
 def _pairs(step: Round, batch: int, tile_rows: float) -> float:

@@ -65,7 +65,7 @@ def override(
     library, kernel = torch.library.Library(namespace, "IMPL"), torch.compiler.disable(kernel)
     with warnings.catch_warnings():  # where there is a kernel, which comes back with removal
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        library.impl(name, kernel, key)
+        library.impl(name, kernel, key, allow_override=True)
     return library._destroy
 
 

@@ -131,7 +131,7 @@ def _attend(context: Context, lengths: Lengths, call: Arguments) -> tuple[Tensor
         *(q, k, v, causal, scale, before, after),
         softcap=call["softcap"] or 0.0,
         sinks=call.get("learnable_sink"),
-        keep=keeping(),
+        keep=keeping(q, k, v, call.get("learnable_sink")),
     )
     if packed:
         return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)

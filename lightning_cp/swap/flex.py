@@ -86,7 +86,7 @@ class _Calls:
         mod = None if mask is None else self._mask_mod(context, mask, query, key)
         name = None if mod is None else SLOT.mask_mods.name(mod)
         scale = query.shape[-1] ** -0.5 if call["scale"] is None else call["scale"]
-        asked = {"mask_mod": name, "keep": keeping()}
+        asked = {"mask_mod": name, "keep": keeping(query, key, value)}
         out, lse, *_ = attention(query, key, value, False, scale, **asked)
         aux = call["return_aux"]
         if aux is not None:

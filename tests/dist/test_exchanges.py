@@ -12,15 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts as selective
 
 from lightning_cp import attend, checkpoint_policy
 from lightning_cp.attention import attention
 from lightning_cp.comm import p2p
 from lightning_cp.context import SLOT
 from lightning_cp.diagnostics.trace import CollectiveRecorder
+from lightning_cp.errors import MismatchError
 from lightning_cp.plan import AllGather, Direct, Hybrid, Plan, Ring, Traffic, Ulysses, build_plan
 from tests._harness import oracle
 from tests._harness.cases import CELLS, DEFAULT, Cell
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 from tests.dist.test_attention import SIMPLE, judge, local, unpickled
 
@@ -208,6 +211,9 @@ KEEPING: dict[str, Callable[..., Any]] = {
     "policy": lambda f, *args: checkpoint(
         f, *args, use_reentrant=False, context_fn=checkpoint_policy()
     ),
+    "another policy": lambda f, *args: checkpoint(
+        f, *args, use_reentrant=False, context_fn=partial(selective, [torch.ops.aten.mm.default])
+    ),
     "compiled": lambda f, *args: torch.compile(f, backend="aot_eager")(*args),
 }
 """How a call of attention is made."""
@@ -264,5 +270,52 @@ def test_what_arrived_for_heads_is_kept_but_where_it_costs_memory(
             "recomputed": ({not shared}, found["recomputed"][1], again),
             "reentrant": ({not shared}, found["reentrant"][1], again),
             "policy": ({False}, found["policy"][1], [there, fetched.backward_sent]),
+            "another policy": (
+                {False},
+                found["another policy"][1],
+                [there, there + fetched.backward_sent],
+            ),
             "compiled": ({False}, saved, [0, 0]),  # as many bytes; graphs are not looked into
         }
+
+
+def run_compiled_alone(rank: int, world: int) -> list[bool]:
+    """One rank compiles a call, the other does not; then whether contexts keep anything."""
+    group = dist.group.WORLD
+    cell = replace(SIMPLE, world=world, exchange="ulysses", length=12)
+    q, k, v, _ = local(cell, rank)
+    call: Callable[..., Tensor] = partial(attend, is_causal=True)
+    if rank:
+        call = torch.compile(call, backend="aot_eager")
+    context = replace(cell.context(rank, group), meta=group, compare_calls=True)
+    with SLOT.activate(context), pytest.raises(MismatchError, match="keeps heads"):
+        call(q, k, v)
+    found = []
+    for traced in (False, True):
+        SLOT.traced = traced
+        with one_group(rank, world, exchange="ulysses") as parallel:
+            found.append(parallel.shard({"inputs_embeds": torch.zeros(1, 8, 2)}).context.keeps)
+    return found
+
+
+def test_a_rank_that_compiles_alone_is_told_and_nothing_is_kept_then(pool: Pool) -> None:
+    assert pool.run(run_compiled_alone, world=2) == [[True, False]] * 2
+
+
+def run_compiled_autograd(rank: int, world: int) -> None:
+    cell = replace(SIMPLE, world=world, exchange="ulysses", length=12)
+    found = []
+    for compiled in (False, True):
+        q, k, v, grad = local(cell, rank)
+        watched = torch._dynamo.compiled_autograd._enable(partial(torch.compile, backend="eager"))
+        with SLOT.activate(cell.context(rank, dist.group.WORLD)):
+            out = attend(q, k, v, is_causal=True)
+            with watched if compiled else nullcontext():
+                out.backward(grad)
+        found.append([q.grad, k.grad, v.grad])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_what_was_kept_in_a_compiled_backward(pool: Pool) -> None:
+    pool.run(run_compiled_autograd, world=2)

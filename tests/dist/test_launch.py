@@ -18,6 +18,7 @@ from lightning_cp import ContextParallelStrategy
 from lightning_cp.errors import ConfigError
 from tests._harness.launched import PATIENCE, left_by, plain, start
 from tests._harness.models import furthest
+from tests._harness.sharded import needs_sharding
 
 pytestmark = pytest.mark.dist
 
@@ -47,8 +48,8 @@ def one_device(pool):
     ("method", "stage"),
     [
         ("fork", 0),
-        ("fork", 3),
-        pytest.param("spawn", 3, marks=pytest.mark.full),
+        pytest.param("fork", 3, marks=needs_sharding),
+        pytest.param("spawn", 3, marks=[needs_sharding, pytest.mark.full]),
     ],
 )
 def test_parameters_come_back_to_the_process_that_started_the_ranks(
