@@ -173,8 +173,7 @@ def backward_implementation(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    handle: Tensor,
-    kept: list[Tensor],
+    held: list[Tensor],
     scale: float,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
@@ -185,15 +184,17 @@ def backward_implementation(
     seed: Tensor | None = None,
     sizes: Several[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the backward operator runs; where something was kept, q, k and v have no rows.
+    """What the backward operator runs.
 
-    `sizes` are then the local queries and keys, for compilers.
+    `held` are the handle of the plan and what was kept. Where something was, q, k and v have no
+    rows; `sizes` are the local queries and keys, for compilers.
 
     Returns:
         dq, dk and dv; then the gradients of sinks, slopes and table, empty where there are none.
     """
-    context, plan = SLOT.bound(int(handle))
-    ran = _ran(int(handle), q, k, v, backward=True)
+    handle, kept = int(held[0]), held[1:]
+    context, plan = SLOT.bound(handle)
+    ran = _ran(handle, q, k, v, backward=True)
     context.log.ran[ran._replace(kept=bool(kept))] += 1
     assert plan is not None  # invariant: attention handles always carry a plan
     learned = PerHead(sinks, slopes, table)
@@ -324,9 +325,9 @@ def _(
 def _(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, ...]:
-    learned = (*options[6:9], None, None, None)[:3]  # defaults are left out
+    learned = (*options[5:8], None, None, None)[:3]  # defaults are left out
     given = (q.new_empty(0) if x is None else torch.empty_like(x) for x in learned)
-    if sizes := (*options[12:], None)[0]:
+    if sizes := (*options[11:], None)[0]:
         return room(q, sizes[0]), room(k, sizes[1]), room(v, sizes[1]), *given
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), *given
 
@@ -343,7 +344,7 @@ def _save(
     if kept:
         q, k, v = executor.rowless(q, k, v)
     ctx.numbers = scale, softcap, mask_mod, dropout_p, sizes  # type: ignore[attr-defined]
-    ctx.save_for_backward(q, k, v, out, lse, handle, sinks, slopes, table, seed, *kept)
+    ctx.save_for_backward(q, k, v, out, lse, sinks, slopes, table, seed, handle, *kept)
     ctx.set_materialize_grads(False)
 
 
@@ -354,10 +355,10 @@ def _differentiate(
     if grad is None:
         return (None,) * given
     found = ctx.saved_tensors  # type: ignore[attr-defined]
-    saved, (sinks, slopes, table, seed), kept = found[:6], found[6:10], list(found[10:])
+    saved, (sinks, slopes, table, seed), held = found[:5], found[5:9], list(found[9:])
     scale, softcap, mask_mod, dropout_p, sizes = ctx.numbers  # type: ignore[attr-defined]
     dq, dk, dv, *grads = torch.ops.lightning_cp.attention_backward(
-        grad, *saved, kept, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed, sizes
+        grad, *saved, held, scale, softcap, sinks, slopes, table, mask_mod, dropout_p, seed, sizes
     )
     wanted = (None if x is None else y for x, y in zip((sinks, slopes, table), grads, strict=True))
     return (dq, dk, dv, *(None,) * 7, *wanted, None, None, None, None)[:given]

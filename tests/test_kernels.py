@@ -298,8 +298,8 @@ def test_operator_passes_the_checks_of_torch(dtype: str) -> None:
     q, k, v = (random(1, h, 4, 4, dtype=DTYPES[dtype], seed=h).requires_grad_() for h in (4, 2, 2))
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(attention, (q, k, v, True, 0.5), test_utils=tests)
-    saved = [x.detach() for x in (q, k, v, *attention(q, k, v, True, 0.5)[:3])]
-    backward = (torch.ones_like(saved[3]), *saved, [], 0.5)
+    *saved, handle = [x.detach() for x in (q, k, v, *attention(q, k, v, True, 0.5)[:3])]
+    backward = (torch.ones_like(saved[3]), *saved, [handle], 0.5)
     torch.library.opcheck(
         attention_backward, backward, test_utils=("test_schema", "test_faketensor")
     )
