@@ -98,6 +98,7 @@ class ContextParallel:
         self._adapters = (HuggingFace(), LitGPT())
         self._steps: Counter[str] = Counter()
         self._last: Context | None = None
+        self._traced = False
         self._loss: Tensor | None = None
         self._slow = False
         self.attended: Callable[[], None] | None = None
@@ -143,6 +144,7 @@ class ContextParallel:
             self._compare(stage, step, None, str(error))
             raise
         part = found.part
+        self._traced |= self._last is not None and self._last.log.traced
         context = Context(
             rank=self.rank,
             world=self.world,
@@ -160,7 +162,7 @@ class ContextParallel:
             module=weakref.ref(module) if module is not None else None,
             plans=found.plans,
             attended=self.attended,
-            keeps=not SLOT.traced,
+            keeps=not self._traced,
             log=CallLog(planning=part.seconds),
         )
         digest = self._compare(stage, step, found, "")

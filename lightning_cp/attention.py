@@ -8,8 +8,8 @@ of its plan as a 0-dim tensor; the backward gets it back as a saved tensor.
 place of q, k and v: as many bytes over all ranks, and they travel once. Its size is a matter of the
 plan, so compiled code, whose graph has sizes, saves q, k and v. So does a selective checkpoint,
 which would hold it beside the inputs of the layer that it recomputes. What a backward sends depends
-on it, and a compiler may give up a frame on some ranks alone; so in a process that has traced a
-call nothing is kept from the next micro-step on.
+on it, and a compiler may give up a frame on some ranks alone; so from the micro-step on that
+follows one in which a call was traced, nothing is kept.
 """
 
 from collections.abc import Sequence as Several
@@ -312,7 +312,8 @@ attention_backward = torch.library.custom_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, *options: Any, **named: Any
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-    SLOT.traced = True
+    if SLOT.active is not None:
+        SLOT.active.log.traced = True
     return (
         executor.token_major(q, v.shape[-1], q.dtype),
         q.new_empty(q.shape[:3], dtype=state_dtype(q.dtype)),

@@ -100,7 +100,7 @@ class CallLog:
     of their keys; `packed` says that it looked for packed documents since the last one, and `edges`
     are cumulative lengths that it passed on, found to be those of the documents. `built` plans were
     made in this process after the batch had arrived, which with the layout, if that was made here,
-    took `planning` seconds.
+    took `planning` seconds. `traced` says that a compiler traced an attention call.
     """
 
     attention: int = 0
@@ -116,6 +116,7 @@ class CallLog:
     edges: list[Tensor] = field(default_factory=list)
     built: int = 0
     planning: float = 0.0
+    traced: bool = False
 
     def record(self, signature: object) -> int:
         """Add a call's signature to the running hash and return its own 32-bit hash."""
@@ -283,7 +284,6 @@ class Slot:
         suspended: how many `functional.local()` are open.
         plain_attention: attention calls that found no context, for those who compare.
         mask_mods: functions that hide keys, by the names under which calls refer to them.
-        traced: a compiler has traced an attention call.
     """
 
     def __init__(self) -> None:
@@ -291,7 +291,6 @@ class Slot:
         self.suspended = 0
         self.plain_attention = 0
         self.mask_mods = MaskMods()
-        self.traced = False
         self._in_backward = False
         self._handles: OrderedDict[int, Bound] = OrderedDict()
         self._next = 0

@@ -280,26 +280,37 @@ def test_what_arrived_for_heads_is_kept_but_where_it_costs_memory(
 
 
 def run_compiled_alone(rank: int, world: int) -> list[bool]:
-    """One rank compiles a call, the other does not; then whether contexts keep anything."""
+    """One rank compiles a call, the other does not; whether it was traced."""
     group = dist.group.WORLD
     cell = replace(SIMPLE, world=world, exchange="ulysses", length=12)
     q, k, v, _ = local(cell, rank)
     call: Callable[..., Tensor] = partial(attend, is_causal=True)
+    torch._dynamo.reset()
     if rank:
         call = torch.compile(call, backend="aot_eager")
     context = replace(cell.context(rank, group), meta=group, compare_calls=True)
     with SLOT.activate(context), pytest.raises(MismatchError, match="keeps heads"):
         call(q, k, v)
+    return [context.log.traced]
+
+
+def test_a_rank_that_compiles_alone_is_told(pool: Pool) -> None:
+    assert pool.run(run_compiled_alone, world=2) == [[False], [True]]
+
+
+def run_traced(rank: int, world: int) -> list[bool]:
+    """Whether anything is kept in each of three micro-steps; a call is traced in the second."""
     found = []
-    for traced in (False, True):
-        SLOT.traced = traced
-        with one_group(rank, world, exchange="ulysses") as parallel:
-            found.append(parallel.shard({"inputs_embeds": torch.zeros(1, 8, 2)}).context.keeps)
+    with one_group(rank, world, exchange="ulysses") as parallel:
+        for traced in (False, True, False):
+            shard = parallel.shard({"inputs_embeds": torch.zeros(1, 8, 2)})
+            shard.context.log.traced = traced
+            found.append(shard.context.keeps)
     return found
 
 
-def test_a_rank_that_compiles_alone_is_told_and_nothing_is_kept_then(pool: Pool) -> None:
-    assert pool.run(run_compiled_alone, world=2) == [[True, False]] * 2
+def test_nothing_is_kept_after_a_call_was_traced(pool: Pool) -> None:
+    assert pool.run(run_traced, world=2) == [[True, True, False]] * 2
 
 
 def run_compiled_autograd(rank: int, world: int) -> None:
