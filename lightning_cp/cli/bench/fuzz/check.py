@@ -86,6 +86,8 @@ def check(case: Case) -> str | None:
         bound = EXACT
         if case.dtype != "fp64":
             rows = whole[0].shape[0] * whole[0].shape[2] if name in LEARNED else 1
+            if name == "dslopes":
+                rows *= case.mask.kv_length**2
             bound = ratio * _error(single, truth) + UNITS * _rounding(got, truth, whole, rows)
         elif name in LEARNED:
             bound = min(bound + ratio * _error(single, truth), MOST)
@@ -105,7 +107,7 @@ def _rounding(found: Tensor, exact: Tensor, whole: list[Tensor], rows: int) -> f
     """What rounding explains: a unit of the largest result, and float units of the terms.
 
     The terms of a gradient are products of the largest elements of three tensors, and may cancel;
-    of what is learned those of all `rows` do.
+    of what is learned those of all `rows` do, of slopes times a distance each.
     """
     terms = math.sqrt(rows * whole[0].shape[-1]) * max(_largest(x) for x in whole) ** 3
     unit = torch.finfo(found.dtype).eps
