@@ -58,16 +58,25 @@ def test_calls_like_those_of_the_reference(
         assert names == {"_flash_attn_varlen_forward", "_flash_attn_varlen_backward"}
 
 
+LATER = {
+    "flash_attn_3": (flash_attn_3_ops, set(flash_attn_3_ops.SCHEMAS)),
+    "flash_attn_4": (flash_attn_4_functions, set(flash_attn_4_functions.SIGNATURES)),
+}
+"""Stand-ins by kernel, and the names of what it must call."""
+
+
+@pytest.mark.parametrize("kernel", LATER)
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("window", [None, (2, 1)])
-def test_version_3(window: Any, softcap: float | None) -> None:
+@pytest.mark.parametrize("window", [None, (2, 1), (2, None)])
+def test_later_versions(window: Any, softcap: float | None, kernel: str) -> None:
     options = {"is_causal": window is None, "softcap": softcap, "window": window}
-    with flash_attn_3_ops.installed():
+    standin, names = LATER[kernel]
+    with standin.installed():
         for size in (5, 8):
-            found = _attended("flash_attn_3", size, **options)
+            found = _attended(kernel, size, **options)
             for one, other in zip(found, _attended("reference", size, **options), strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-        assert set(flash_attn_3_ops.CALLS) == set(flash_attn_3_ops.SCHEMAS)
+        assert set(standin.CALLS) == names
 
 
 def test_version_3_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,20 +89,6 @@ def test_version_3_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel.rejects(q, q) == "needs compute capability 9.x, this device has 10.0"
     large = torch.zeros(1, 1, 2, 264)
     assert kernel.rejects(large, large) == "takes heads of at most 256, got 264"
-
-
-@pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("window", [None, (2, 1), (2, None)])
-def test_version_4(window: Any, softcap: float | None) -> None:
-    options = {"is_causal": window is None, "softcap": softcap, "window": window}
-    with flash_attn_4_functions.installed():
-        for size in (5, 8):
-            found = _attended("flash_attn_4", size, **options)
-            for one, other in zip(found, _attended("reference", size, **options), strict=True):
-                torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-        assert {name for name, _ in flash_attn_4_functions.CALLS} == {
-            *flash_attn_4_functions.SIGNATURES
-        }
 
 
 def test_version_4_on_other_devices(monkeypatch: pytest.MonkeyPatch) -> None:

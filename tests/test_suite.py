@@ -1,5 +1,8 @@
 """What the default run of pytest takes: every file of tests, and of every grid a part."""
 
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,18 @@ def test_a_folder_that_is_left_out_is_seen(pytestconfig, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "test_a.py").touch()
     assert left_out(pytestconfig, tmp_path) == ["build"]
+
+
+def test_every_file_is_linted():
+    """The default of ruff passes every folder called dist by."""
+    program = shutil.which("ruff", path=Path(sys.executable).parent)
+    if program is None:
+        pytest.skip("ruff is not installed")
+    command = [program, "check", "--show-files", "lightning_cp", "tests", "examples"]
+    shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    seen = {Path(line).resolve() for line in shown.stdout.splitlines()}
+    files = {file for name in command[3:] for file in (ROOT / name).rglob("*.py")}
+    assert files - seen == set()
 
 
 @pytest.mark.parametrize("subjects", [4, 5, 9])

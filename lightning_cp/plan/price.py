@@ -74,15 +74,7 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
     groups = max(1, min(plan.head_chunks, kv_heads)) if swaps or len(plan.rounds) > 1 else 1
     scale = cost.pair * heads / call.heads / groups
     computing = [scale * _pairs(step, call.batch, cost.tile) for step in plan.rounds]
-    traffic = plan.traffic(
-        heads=call.heads,
-        kv_heads=call.kv_heads,
-        head_dim=call.head_dim,
-        itemsize=call.itemsize,
-        value_dim=call.value_dim,
-        batch=call.batch,
-        kept=True,
-    )
+    traffic = plan.traffic(**call._asdict(), kept=True)
     moved = [max(_rows(step.sends), _rows(step.receives)) for step in plan.rounds]
     there = max(traffic.forward_sent, traffic.forward_received)
     back = max(traffic.backward_sent, traffic.backward_received)
@@ -101,18 +93,7 @@ def seconds(plan: Plan, call: Call, cost: CostModel) -> float:
 
 def memory(plan: Plan, call: Call) -> Memory:
     """Peak bytes of a call, whatever is kept; see `Plan.memory`."""
-    peaks = [
-        plan.memory(
-            heads=call.heads,
-            kv_heads=call.kv_heads,
-            head_dim=call.head_dim,
-            value_dim=call.value_dim,
-            itemsize=call.itemsize,
-            batch=call.batch,
-            kept=kept,
-        )
-        for kept in {False, plan.switch is not None}
-    ]
+    peaks = [plan.memory(**call._asdict(), kept=kept) for kept in {False, plan.switch is not None}]
     return Memory(*map(max, zip(*peaks, strict=True)))
 
 

@@ -15,11 +15,10 @@ from torch import Tensor
 from lightning_cp import attend
 from lightning_cp.attention import attention
 from lightning_cp.context import SLOT, CallLog, Context
-from lightning_cp.sequences import Sequence
-from lightning_cp.diagnostics.trace import CollectiveRecorder
 from lightning_cp.layout import LAYOUTS
 from lightning_cp.mask import Mask
-from lightning_cp.plan import SCHEDULES, Plan, Traffic
+from lightning_cp.plan import SCHEDULES
+from lightning_cp.sequences import Sequence
 from tests._harness import oracle
 from tests._harness.cases import (
     AXES,
@@ -254,8 +253,9 @@ def test_calls_that_differ_between_peers_fail_on_every_rank(pool: Pool) -> None:
         assert failure.kind == "MismatchError"
         assert "attention call 0" in failure.message
         for rank, said in enumerate(("True", "False", "True")):
-            assert f"rank {rank} has B=2 H=4 Hk=2 D=4 torch.float64 is_causal={said} window=None" in (
-                failure.message
+            assert (
+                f"rank {rank} has B=2 H=4 Hk=2 D=4 torch.float64 is_causal={said} window=None"
+                in (failure.message)
             )
 
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_cp.comm.p2p import GroupLink
 from lightning_cp.diagnostics.trace import MemoryTracker

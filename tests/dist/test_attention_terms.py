@@ -48,9 +48,7 @@ def test_what_scores_are_made_of_learns(pool: Pool) -> None:
     """Every rank has the part of its own queries; together they are the whole gradient."""
     ranks = unpickled(pool.run(run_learned, LEARNED, world=3))
     for number, cell in enumerate(LEARNED):
-        truth = oracle.learned(
-            *cell.tensors(), cell.mask_of(), scale=cell.scale, asked=cell.asked
-        )
+        truth = oracle.learned(*cell.tensors(), cell.mask_of(), scale=cell.scale, asked=cell.asked)
         for name, expected in truth.items():
             total = sum(found[number][name] for found in ranks)
             assert_as_accurate(total, expected, None, where=f"{name} of {cell}")

@@ -13,12 +13,11 @@ import torch.distributed._functional_collectives as functional_collectives
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests._harness.group import one_group
 from lightning_cp.api import WATCHED, ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.errors import ContextParallelWarning
-from tests._harness.grid import rotated
 from tests._harness.faults import FAULTS, RIGHT, Planted
+from tests._harness.grid import rotated
+from tests._harness.group import one_group
 from tests._harness.parts import Batch, Model, made, tokens
 from tests._harness.pool import Pool
 
@@ -26,8 +25,6 @@ pytestmark = pytest.mark.dist
 
 AUDITED = [case for case in FAULTS if case.audited and not case.warned]
 WARNED = [case for case in FAULTS if case.warned]
-
-
 
 
 def stepped(parallel: ContextParallel, case: Planted, stage: str, steps: int) -> list[float]:
@@ -58,10 +55,10 @@ def run_faults(rank: int, world: int, layout: str, cases: list[Planted]) -> list
 
 def run_right(rank: int, world: int, layout: str) -> tuple[list[list[float]], list[str]]:
     """Losses of all watched steps and one more, and warnings."""
-    with one_group(rank, world, layout=layout) as parallel:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = [stepped(parallel, case, case.name, WATCHED + 1) for case in RIGHT]
+    recorded = warnings.catch_warnings(record=True)
+    with one_group(rank, world, layout=layout) as parallel, recorded as caught:
+        warnings.simplefilter("always")
+        losses = [stepped(parallel, case, case.name, WATCHED + 1) for case in RIGHT]
     return losses, [str(warning.message) for warning in caught]
 
 
@@ -78,9 +75,7 @@ def test_planted_faults_are_refused_on_every_rank(world: int, layout: str, pool:
             assert re.search(case.words, text), f"{case.name}: rank {rank}: {message}"
 
 
-@pytest.mark.parametrize(
-    ("layout", "world"), rotated(("zigzag", "contiguous"), [(2,), (3,)])
-)
+@pytest.mark.parametrize(("layout", "world"), rotated(("zigzag", "contiguous"), [(2,), (3,)]))
 def test_right_models_pass_and_are_right(layout: str, world: int, pool: Pool) -> None:
     for rank, (losses, messages) in enumerate(pool.run(run_right, layout, world=world)):
         assert not messages, f"rank {rank}: {messages}"
@@ -196,10 +191,10 @@ def test_collectives_among_ranks_of_different_sequences_pass(pool: Pool) -> None
 def run_warned(rank: int, world: int) -> list[str]:
     """Warnings of the planted fault, whose loss is then too large by the number of ranks."""
     case = WARNED[0]
-    with one_group(rank, world, layout="zigzag") as parallel:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            losses = stepped(parallel, case, "train", 2)
+    recorded = warnings.catch_warnings(record=True)
+    with one_group(rank, world, layout="zigzag") as parallel, recorded as caught:
+        warnings.simplefilter("always")
+        losses = stepped(parallel, case, "train", 2)
     plain = float(case.make().training_step(case.batch(), 0).detach())  # type: ignore[operator]
     assert losses == pytest.approx([world * plain] * 2, rel=1e-12)
     return [str(w.message) for w in caught]

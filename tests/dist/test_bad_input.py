@@ -1,6 +1,5 @@
 """Whatever is wrong, every rank ends soon with one clear error, and attention is as it was."""
 
-import os
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -8,22 +7,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_cp.context import SLOT
 from tests._harness.broken import (
     DenseMask,
     Dropout,
-    Dropping,
     Dying,
     Eager,
-    EagerAttention,
     Failing,
     FailingData,
     Idle,
-    IdleAttention,
     LocalMean,
     LocalMeanLater,
     NoAttention,

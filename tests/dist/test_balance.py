@@ -45,7 +45,9 @@ class Model(pl.LightningModule):
 
     def forward(self, batch: Batch) -> Tensor:
         x = self.words(batch["input_ids"])
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.mixed(x).chunk(3, -1))
+        q, k, v = (
+            part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.mixed(x).chunk(3, -1)
+        )
         if self.alone:
             seen = own_document(batch["position_ids"])
             mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
@@ -283,4 +285,3 @@ def run_windows(rank: int, world: int) -> tuple[Any, Any]:
             with parallel.active(shard):
                 F.scaled_dot_product_attention(q, q, q)
     return spans[0], spans[1]
-

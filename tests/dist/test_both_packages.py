@@ -37,9 +37,7 @@ TWO = Case(momentum=0.9, epochs=2)
             2,
         ),
         (Case(precision=DOUBLE, optimisation="manual"), {"exchange": "allgather"}, 1, 2),
-        pytest.param(
-            Case(precision=DOUBLE), "context_parallel_zero3", 1, 2, marks=needs_sharding
-        ),
+        pytest.param(Case(precision=DOUBLE), "context_parallel_zero3", 1, 2, marks=needs_sharding),
     ],
     ids=["name", "cp3", "dp2-cp2", "manual", "zero3"],
 )

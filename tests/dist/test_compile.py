@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel, Shard
 from lightning_cp.attention import attend
-from lightning_cp.config import Config
 from lightning_cp.layout import contiguous
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -86,8 +85,6 @@ def _reference(*lengths: int) -> list[tuple[float, list[Tensor]]]:
         loss.backward()
         found.append((loss.item(), _gradients(model)))
     return found
-
-
 
 
 def _run(parallel: ContextParallel, model: nn.Module, length: int) -> tuple[float, Shard]:

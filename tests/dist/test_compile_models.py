@@ -1,12 +1,9 @@
 """Whole modules that are compiled: changing lengths, recomputation, local code, Hugging Face."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -14,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import checkpoint_policy, functional
 from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from tests._harness.group import one_group
 from tests._harness.hf import build
 from tests._harness.pool import Pool

@@ -2,21 +2,19 @@
 
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.swap.functions import LOSSES
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 from tests._harness.tolerance import assert_as_accurate
 

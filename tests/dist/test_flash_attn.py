@@ -1,17 +1,14 @@
 """Models that call the package flash_attn, by a stand-in on CPUs, on shards and on one device."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.errors import RefusedError
 from tests._harness import flash_attn as standin
 from tests._harness.attending import (
@@ -180,9 +177,7 @@ def _functions(rank: int, world: int, layout: str) -> None:
         _check(rank, world, name, Model, layout=layout)
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"), rotated([1, 2, 3], [("contiguous",), ("zigzag",)])
-)
+@pytest.mark.parametrize(("world", "layout"), rotated([1, 2, 3], [("contiguous",), ("zigzag",)]))
 def test_functions_of_the_package(pool: Pool, world: int, layout: str) -> None:
     pool.run(_functions, layout, world=world)
 

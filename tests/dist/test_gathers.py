@@ -51,7 +51,9 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.head = nn.Linear(8, 16)
 
-    def forward(self, input_ids: Tensor, labels: Tensor, run: tuple[int, ...], *, again: bool) -> Tensor:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor, run: tuple[int, ...], *, again: bool
+    ) -> Tensor:
         x = self.embedding(input_ids)
         for at in run:
             block = self.blocks[at]
@@ -183,7 +185,9 @@ def run_values(rank: int, world: int, window: str) -> list[Tensor]:
 def test_no_window_changes_a_value(world: int, pool: Pool) -> None:
     torch_order = pool.run(run_values, "fsdp", world=world)
     for window in ("early", "after_attention"):
-        for expected, found in zip(torch_order, pool.run(run_values, window, world=world)):
+        for expected, found in zip(
+            torch_order, pool.run(run_values, window, world=world), strict=True
+        ):
             assert len(expected) == len(found)
             assert all(map(torch.equal, expected, found))
 

@@ -7,16 +7,13 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests._harness.group import grads_of, one_group
-from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.plugin import ContextParallelStrategy
 from tests._harness import hf
 from tests._harness.grid import rotated
+from tests._harness.group import grads_of, one_group
 from tests._harness.pool import Pool
 from tests._harness.trainer import pool_trainer
 
@@ -51,8 +48,6 @@ class Squares(TorchDispatchMode):
             if isinstance(tensor, Tensor) and set(tensor.shape[-2:]) <= set(self._sizes):
                 self.found.extend([tuple(tensor.shape)] * (tensor.ndim > 1))
         return out
-
-
 
 
 def run_styles(rank: int, world: int, name: str, layout: str) -> bytes:

@@ -44,7 +44,9 @@ class Lit(pl.LightningModule):
         return loss
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.grads = {n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None}
+        self.grads = {
+            n: p.grad.clone() for n, p in self.model.named_parameters() if p.grad is not None
+        }
 
     def predict_step(self, batch: hf.Batch, index: int) -> Tensor:
         logits: Tensor = self.model(**batch).logits
@@ -92,7 +94,10 @@ def assert_equal(ranks: list[Found], expected: Found, batch: hf.Batch) -> None:
             assert off < TOLERANCE, f"gradient of {name} on rank {rank} is off by {off}"
 
 
-@pytest.mark.parametrize(("name", "world", "layout"), rotated(FAMILIES, [(2, "auto"), (3, "zigzag"), (1, "auto"), (2, "contiguous")]))
+@pytest.mark.parametrize(
+    ("name", "world", "layout"),
+    rotated(FAMILIES, [(2, "auto"), (3, "zigzag"), (1, "auto"), (2, "contiguous")]),
+)
 def test_families(name: str, world: int, layout: str, pool: Pool) -> None:
     ranks = pool.run(run_family, name, {"layout": layout}, world=world, timeout=100)
     assert_equal([pickle.loads(x) for x in ranks], alone(name), batch_of(name))
@@ -100,13 +105,20 @@ def test_families(name: str, world: int, layout: str, pool: Pool) -> None:
 
 def test_what_is_compared_depends_on_windows_and_sinks() -> None:
     """Without them the references above would be others."""
-    for name, changed in (("mistral", {"sliding_window": None}), ("gemma2", {"attn_logit_softcapping": None})):
+    for name, changed in (
+        ("mistral", {"sliding_window": None}),
+        ("gemma2", {"attn_logit_softcapping": None}),
+    ):
         if name in FAMILIES:
             model: Any = hf.family(name, **changed)
             with hf.in_double(), torch.no_grad():
-                assert abs(model(**batch_of(name)).loss.item() - alone(name).loss) > 1000 * TOLERANCE
+                assert (
+                    abs(model(**batch_of(name)).loss.item() - alone(name).loss) > 1000 * TOLERANCE
+                )
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == "gemma2" else pytest.mark.full) for n in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n == "gemma2" else pytest.mark.full) for n in FAMILIES]
+)
 def test_verify_agrees(name: str, pool: Pool) -> None:
     pool.run(run_family, name, {"verify": "first_batch"}, world=2, timeout=100)

@@ -1,4 +1,4 @@
-"""Who starts the ranks of a run: Python's multiprocessing, a notebook, one process on every node."""
+"""Who starts the ranks of a run: Python's multiprocessing, a notebook, a process on every node."""
 
 import json
 import os

@@ -24,7 +24,6 @@ from lightning_cp import ContextParallelCollate, ContextParallelSampler
 from lightning_cp.data.collate import ShardedBatch, Share
 from lightning_cp.data.cut import Rules
 from lightning_cp.errors import BatchError
-from lightning_cp.layout import LAYOUTS
 from tests._harness.models import (
     Case,
     LanguageModel,

@@ -111,9 +111,7 @@ def run(rank: int, world: int, case: Case, options: Any) -> Any:
     return model.steps, {name: float(x) for name, x in trainer.callback_metrics.items()}
 
 
-@pytest.mark.parametrize(
-    ("dp", "cp"), [pytest.param(1, 2, marks=pytest.mark.full), (1, 3), (2, 2)]
-)
+@pytest.mark.parametrize(("dp", "cp"), [pytest.param(1, 2, marks=pytest.mark.full), (1, 3), (2, 2)])
 def test_values_are_those_of_the_plain_trainer(dp, cp, pool):
     case = Case(samples=12, lengths=(23,), epochs=2, batch=2)
     expected = pool.run(run, case, None, world=dp)

@@ -140,7 +140,10 @@ def test_validation_is_logged_where_it_is_asked_for_and_its_time_left_out(pool, 
 
 @pytest.mark.parametrize(
     "layout",
-    ["balanced", *(pytest.param(x, marks=pytest.mark.full) for x in ("per_document_zigzag", "zigzag"))],
+    [
+        "balanced",
+        *(pytest.param(x, marks=pytest.mark.full) for x in ("per_document_zigzag", "zigzag")),
+    ],
 )
 def test_packed_rows_element_by_element(layout, pool, tmp_path):
     run = Run(case=Case(precision="64-true"), documents=PACKED)

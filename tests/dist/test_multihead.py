@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests._harness.group import one_group
 from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from tests._harness.grid import rotated
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist

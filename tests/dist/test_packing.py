@@ -1,6 +1,7 @@
 """Trainer runs over packed rows: losses of one process, every token once, resuming."""
 
 import functools
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -112,7 +113,11 @@ class Corpus(pl.LightningDataModule):
             multiprocessing_context="fork" if self.workers else None,
             persistent_workers=self.workers > 0 and self.kind == "packed",
         )
-        return make(batch_size=None) if self.collate is None else make(collate_fn=self.collate, batch_size=3)
+        return (
+            make(batch_size=None)
+            if self.collate is None
+            else make(collate_fn=self.collate, batch_size=3)
+        )
 
 
 class Found(NamedTuple):
@@ -170,7 +175,7 @@ def test_losses_are_those_of_one_process(kind, world, layout, workers, folder, p
         for name, value in alone.parameters.items():
             assert (found.parameters[name] - value).abs().max() <= EXACT
     if kind != "collate":
-        assert sorted(sum(alone.rows, [])) == list(range(1, TOTAL + 1))
+        assert sorted(chain(*alone.rows)) == list(range(1, TOTAL + 1))
 
 
 @pytest.mark.parametrize(("kind", "cp"), [("packed", 2), ("files", 2), ("stream", 1)])
@@ -179,7 +184,7 @@ def test_devices_have_equally_many_rows_and_every_token_once(kind, cp, folder, p
     ranks = pool.run(fit, options, Corpus(kind, 1, folder), world=2 * cp)
     devices = [whole(ranks[device * cp : (device + 1) * cp]) for device in range(2)]
     assert len(devices[0]) == len(devices[1])
-    assert sorted(sum(devices[0] + devices[1], [])) == list(range(1, TOTAL + 1))
+    assert sorted(chain(*devices[0], *devices[1])) == list(range(1, TOTAL + 1))
     (one,) = {tuple(found.losses) for found in ranks[:cp]}
     assert all(loss == loss for loss in one)
 
@@ -204,7 +209,7 @@ def test_a_run_goes_on_with_the_very_next_row(kind, workers, before, after, fold
     rows, losses = whole(uninterrupted), uninterrupted[0].losses
     half = len(rows) // 2
     epochs = rows[:half], rows[half:]
-    assert all(sorted(sum(epoch, [])) == list(range(1, TOTAL + 1)) for epoch in epochs)
+    assert all(sorted(chain(*epoch)) == list(range(1, TOTAL + 1)) for epoch in epochs)
     assert (epochs[0] == epochs[1]) == (kind == "stream")
     for step in (3, half + 2):
         file = folder / "checkpoints" / f"step={step}.ckpt"
@@ -259,6 +264,8 @@ def fit_whole(rank: int, world: int, data: Corpus) -> tuple[tuple[int, ...], lis
 
 def test_hooks_that_want_whole_batches_get_whole_rows(folder, pool):
     ranks = pool.run(fit_whole, Corpus("files", 0, folder), world=2)
-    rows = [sorted(sum(parts, [])) for parts in zip(*map(itemgetter(1), ranks), strict=True)]
+    rows = [sorted(chain(*parts)) for parts in zip(*map(itemgetter(1), ranks), strict=True)]
     assert ranks[0][0] == ranks[1][0]
-    assert sum(ranks[0][0]) == TOTAL == len(sum(rows, [])) - sum(x[0] == x[1] for x in rows if x[1:])
+    assert (
+        sum(ranks[0][0]) == TOTAL == len([*chain(*rows)]) - sum(x[0] == x[1] for x in rows if x[1:])
+    )

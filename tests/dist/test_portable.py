@@ -199,11 +199,13 @@ def fit_async(rank: int, world: int, folder: Path) -> tuple[Any, ...]:
 
 def test_training_goes_on_while_a_folder_is_written(pool, tmp_path):
     """The folder has the parameters of its step; the one before stays until it is complete."""
-    for pending, there, expected, threads in pool.run(fit_async, tmp_path, world=2):
+    ranks = pool.run(fit_async, tmp_path, world=2)
+    for pending, there, _, threads in ranks:
         assert pending == [True, True, True]
         assert there == [[], ["0.ckpt"], ["1.ckpt"]]
         assert threads == []
     assert [x.name for x in tmp_path.iterdir()] == ["2.ckpt"]
+    expected = ranks[1][2]
     for name, value in pool.run(parameters_in, FILE, tmp_path / "2.ckpt", world=2)[1].items():
         assert np.array_equal(value, expected[name]), name
 

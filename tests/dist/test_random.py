@@ -13,12 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
-from tests._harness.group import one_group
-from lightning_cp import ContextParallel
 from lightning_cp.context import SLOT
-from lightning_cp.mesh import build_mesh
 from lightning_cp.swap.random import SHARED, whose
-from lightning_cp.topology import Topology
+from tests._harness.group import one_group
 from tests._harness.models import Case, LanguageModel, Text, trainer_of
 
 pytestmark = pytest.mark.dist

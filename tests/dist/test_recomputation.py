@@ -1,19 +1,16 @@
 """Layers that are recomputed in the backward, with and without their attention."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_cp import checkpoint_policy
 from lightning_cp.api import ContextParallel, Shard
-from lightning_cp.config import Config
 from lightning_cp.diagnostics.trace import CollectiveCall, CollectiveRecorder
 from lightning_cp.recomputation import described
 from tests._harness import flash_attn

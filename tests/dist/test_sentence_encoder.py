@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from tests._harness.group import one_group
 from lightning_cp import functional
-from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist

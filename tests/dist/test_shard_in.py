@@ -1,9 +1,7 @@
 """Batches that the workers of a loader cut: the run is that of batches cut after the hooks."""
 
-import copy
-import pickle
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -15,24 +13,18 @@ import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    IterableDataset,
     SequentialSampler,
     default_collate,
 )
 
 from lightning_cp import ContextParallelCollate
-from lightning_cp.data.collate import ShardedBatch, Share, Uncut, WorkerCollate
-from lightning_cp.data.cut import Rules
-from lightning_cp.layout import LAYOUTS
 from tests._harness.grid import rare, rotated
 from tests._harness.models import (
     Case,
     LanguageModel,
     Outcome,
     Text,
-    fit,
     furthest,
     outcome,
     seeded,
@@ -59,7 +51,9 @@ class Watching(LanguageModel):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.given.append(described(batch))
 
-    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+    def on_validation_batch_start(
+        self, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
         self.given.append(described(batch))
 
     def validation_step(self, batch: Any, index: int, dataloader_idx: int = 0) -> None:
@@ -75,7 +69,7 @@ class Both(Watching):
         return super().loss(batch["a"]) + super().loss(batch["b"])
 
     def fields(self, batch: Any) -> tuple[Any, ...]:
-        return super().fields(batch["a"] if "a" in batch else batch)
+        return super().fields(batch.get("a", batch))
 
 
 def overriding(base: Any, hook: str) -> Any:
@@ -166,7 +160,9 @@ class Data(pl.LightningDataModule):
         return made(self.kind, self.case, self.workers, strategy)
 
     def val_dataloader(self) -> Any:
-        more = [Text(self.case, 4, first=20 + 9 * i) for i in range(2 if self.kind == "many" else 1)]
+        more = [
+            Text(self.case, 4, first=20 + 9 * i) for i in range(2 if self.kind == "many" else 1)
+        ]
         context = "fork" if self.workers else None
         options: dict[str, Any] = {"num_workers": self.workers, "multiprocessing_context": context}
         return [DataLoader(data, batch_size=2, **options) for data in more]
@@ -223,7 +219,9 @@ def refused(rank: int, world: int, *args: Any) -> str:
     return ""
 
 
-def check(kind: str, case: Case, world: int, workers: int, options: dict[str, Any], pool: Any) -> Any:
+def check(
+    kind: str, case: Case, world: int, workers: int, options: dict[str, Any], pool: Any
+) -> Any:
     """A run is that of "main", hooks included, and that of the plain Trainer."""
     (plain,) = pool.run(run, case, None, kind, 0, world=1)
     main = pool.run(run, case, {**options, "shard_in": "main"}, kind, 0, world=world)
@@ -267,8 +265,7 @@ def test_what_workers_cut(kind, world, workers, shard_in, pool):
     [
         ("plain", 0, "the loader has no workers"),
         ("two", 2, "several loaders make one batch"),
-        pytest.param(
-            "own", 2, "Own has an __iter__ of its own", marks=pytest.mark.full),
+        pytest.param("own", 2, "Own has an __iter__ of its own", marks=pytest.mark.full),
         pytest.param("list", 2, "List is no DataLoader", marks=pytest.mark.full),
     ],
 )
@@ -282,9 +279,7 @@ def test_what_stays_whole(kind, workers, words, pool):
     "trainer",
     [
         {"overfit_batches": 2},
-        pytest.param(
-            {"limit_train_batches": 3, "num_sanity_val_steps": 1}, marks=pytest.mark.full
-        ),
+        pytest.param({"limit_train_batches": 3, "num_sanity_val_steps": 1}, marks=pytest.mark.full),
     ],
 )
 def test_options_of_the_trainer(trainer, pool):
@@ -359,14 +354,16 @@ def test_a_batch_that_cannot_be_cut_ends_every_rank_in_the_same_words(workers, p
 
 
 def test_a_worker_that_fails_on_one_rank_ends_every_rank(pool):
-    first, second = pool.run(refused, SHORT, {"timeout": timedelta(seconds=3)}, "broken", 2, world=2)
+    first, second = pool.run(
+        refused, SHORT, {"timeout": timedelta(seconds=3)}, "broken", 2, world=2
+    )
     assert "the disk is gone" in second
     assert first.startswith("PeerError")
     assert "the disk is gone" in first
 
 
 def again(rank: int, world: int) -> tuple[list[list[int]], list[str]]:
-    """One CombinedLoader, whose loaders Lightning replaces, for several runs; a task of the pool."""
+    """One CombinedLoader, whose loaders Lightning replaces, for several runs, in the pool."""
     data = Text(SHORT, 8)
     workers: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": "fork"}
     loader = CombinedLoader(DataLoader(data, batch_size=2, **workers), "max_size_cycle")

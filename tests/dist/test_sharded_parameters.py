@@ -24,8 +24,8 @@ from tests._harness.models import (
     trainer_of,
 )
 from tests._harness.rows import assert_same, trainer
-from tests._harness.shared import Shareable, plan
 from tests._harness.sharded import DOUBLE, Tied, needs_sharding
+from tests._harness.shared import Shareable, plan
 
 pytestmark = [pytest.mark.dist, needs_sharding]
 

@@ -1,4 +1,4 @@
-"""SIGTERM and the requeue signal of SLURM: every rank saves at the same batch, and goes on there."""
+"""SIGTERM and the requeue signal of SLURM: every rank saves at one batch, and goes on there."""
 
 import os
 import signal

@@ -53,9 +53,7 @@ def test_five_steps(row, stage, pool, plain):
 
 @pytest.mark.parametrize(
     ("row", "kind", "stage"),
-    rotated(
-        MESHES[:4], [(Adam, 1), (Adam, 2), (Fused, 3), (Fused, 1)], rare=MESHES[1:3]
-    ),
+    rotated(MESHES[:4], [(Adam, 1), (Adam, 2), (Fused, 3), (Fused, 1)], rare=MESHES[1:3]),
     ids=named,
 )
 def test_adam(row, kind, stage, pool):

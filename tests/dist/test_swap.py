@@ -5,16 +5,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from tests._harness.group import one_group
 from lightning_cp import functional
-from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.swap._torch import OPERATORS, has_override, keys
+from tests._harness.group import one_group
 from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist

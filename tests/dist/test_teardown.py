@@ -1,6 +1,6 @@
 """What a run gives back at its end."""
 
-import os
+from pathlib import Path
 
 import pytest
 
@@ -9,9 +9,11 @@ from tests._harness.pool import Pool
 
 pytestmark = pytest.mark.dist
 
+TASKS = Path("/proc/self/task")
+
 
 def threads() -> int:
-    return len(os.listdir("/proc/self/task"))
+    return len(list(TASKS.iterdir()))
 
 
 def run_fits(rank: int, world: int, fits: int) -> list[int]:
@@ -23,7 +25,7 @@ def run_fits(rank: int, world: int, fits: int) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted in /proc")
+@pytest.mark.skipif(not TASKS.is_dir(), reason="threads are counted in /proc")
 def test_runs_leave_no_threads_behind(pool: Pool) -> None:
     """A group of gloo has threads, which end with the last reference to it."""
     for found in pool.run(run_fits, 4, world=2):

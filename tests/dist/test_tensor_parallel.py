@@ -13,21 +13,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.utils.data import DataLoader
 
 from lightning_cp.diagnostics.trace import _Inside
-
 from tests._harness.grid import rotated
 from tests._harness.models import Case, Outcome, Text, fit, loaders, outcome, seeded, trainer_of
 from tests._harness.rows import assert_same, trainer
+from tests._harness.sharded import needs_sharding
 from tests._harness.shared import (
     Distributed,
     LossInParts,
     SequenceInParts,
+    ShardedByUser,
     Shareable,
     SharedByUser,
-    ShardedByUser,
     plan,
     share,
 )
-from tests._harness.sharded import needs_sharding
 
 pytestmark = [pytest.mark.dist, needs_sharding]
 

@@ -1,6 +1,6 @@
 """Models of transformers, compiled blocks and torch's own attention layers with shared layers."""
 
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import lightning.pytorch as pl
 import pytest
@@ -51,7 +51,7 @@ class Found(NamedTuple):
 class Trained(pl.LightningModule):
     """Shares the layers of its blocks itself, and compiles them where asked for."""
 
-    plan: dict[str, type[ParallelStyle]]
+    plan: ClassVar[dict[str, type[ParallelStyle]]]
 
     def __init__(self, compiled: bool) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Block(nn.Module):
 class Multihead(Trained):
     """Shares the MLP alone: every rank has the whole attention layer."""
 
-    plan = {"up": OUT, "down": IN}
+    plan: ClassVar = {"up": OUT, "down": IN}
 
     def made(self) -> nn.Module:
         torch.manual_seed(3)
@@ -129,7 +129,7 @@ class Multihead(Trained):
 class CutOutside(Multihead):
     """Cuts the last layer of the attention layer, which is called as none."""
 
-    plan = {"up": OUT, "down": IN, "attention.out_proj": IN}
+    plan: ClassVar = {"up": OUT, "down": IN, "attention.out_proj": IN}
 
 
 def fit(

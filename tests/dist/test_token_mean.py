@@ -6,16 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from tests._harness.group import one_group
-from lightning_cp.api import ContextParallel
-from lightning_cp.config import Config
 from lightning_cp.loss import token_mean
 from tests._harness.grid import rotated
+from tests._harness.group import one_group
 from tests._harness.models import (
     IGNORED,
     Case,
